@@ -57,7 +57,6 @@ class Chart:
     x_ticks: Sequence[tuple[float, str]]
     y_ticks: Sequence[tuple[float, str]]
     lines: Sequence[Line]
-    x_label: str
     y_label: str
     mark: tuple[float, str] | None = None  # a vertical line and its label
 
@@ -216,6 +215,6 @@ def chart(
         [(x(value), f"{value:,.6g}") for value in x_values],
         list(zip(map(y, y_values), y_labels, strict=True)),
         lines,
-        *("batch", y_label),
+        y_label,
         (x(mark[0]), mark[1]) if mark and first <= mark[0] <= last else None,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from .facts import MetricChange, Points, number, progress_series, rate_name
+from .facts import MetricChange, Points, number, progress_series
 from .page import Chart, chart, environment
 
 _WIDE = (1040, 360)
@@ -40,7 +40,6 @@ class SeedsFacts:
     seeds: Sequence[SeedFacts]
     sub: str = ""
     status: str = ""
-    unit: str = "tokens"
     recipe: Sequence[tuple[str, Sequence[tuple[str, str, bool]]]] = ()
 
     @property
@@ -127,31 +126,11 @@ def render(facts: SeedsFacts) -> str:
     template = environment().get_template("seeds.html.jinja")
     return template.render(
         facts=facts,
-        figures=_figures(facts, results, rows),
         results=results,
         rows=rows,
         wide=_progress(facts, _WIDE),
         narrow=_progress(facts, _NARROW),
     )
-
-
-def _figures(
-    facts: SeedsFacts, results: Sequence[NumberRow], rows: Sequence[NumberRow]
-) -> list[tuple[str, str]]:
-    seeds = str(len(facts.seeds))
-    if len(facts.finished) < len(facts.seeds):
-        seeds = f"{len(facts.finished)} of {seeds}"
-
-    figures = [("Seeds", seeds)]
-    if results:
-        name = facts.finished[0].changes[0].title
-        figures += [(f"{name} before", results[0].before), (f"{name} after", results[0].mean)]
-
-    means = {row.name: row.mean for row in rows}
-    rate = means.get(f"{facts.unit}_per_s")
-    if rate is not None:
-        figures.append((f"{rate_name(facts.unit)} of each", rate))
-    return figures
 
 
 def _progress(facts: SeedsFacts, size: tuple[int, int]) -> Chart | None:

@@ -63,13 +63,11 @@ def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
         notes.append(f"{', '.join(others)}: other settings or examples, left out")
 
     recipe = {key: value for key, value in first["recipe"].items() if key != "seed"}
-    unit = unit_of(key for line in RunFolder(runs[0]).metrics() for key in line)
     return SeedsFacts(
         title=text(folder.resolve().name),
         seeds=seeds,
         sub=f"{name_alone(recipe.get('model'))} · {', '.join(seed.name for seed in seeds)}",
         status=" · ".join(notes),
-        unit=unit,
         recipe=recipe_sections(recipe),
     )
 
