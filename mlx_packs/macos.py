@@ -47,18 +47,11 @@ def low_power_mode() -> bool | None:
 
 
 def thermal_pressure() -> str | None:
-    """Return one of `THERMAL`, by the notification or else `pmset -g therm`; None where unknown."""
+    """Return one of `THERMAL`, by the notification; None where unknown."""
     level = number(
         r"thermalpressurelevel\s+(\d+)", output(["notifyutil", "-g", THERMAL_NOTIFICATION]) or ""
     )
-
-    if level is not None and level < len(THERMAL):
-        return THERMAL[level]
-    therm = output(["pmset", "-g", "therm"]) or ""
-    level = number(r"(?i)thermal warning level\s*[:=]\s*(\d+)", therm)
-    if level is None:  # on Apple silicon, a missing warning means nothing
-        return None
-    return "heavy" if level else "nominal"
+    return dict(enumerate(THERMAL)).get(level)
 
 
 def sysctl(name: str) -> int:

@@ -6,7 +6,6 @@ from mlx_packs import macos, runtime
 from mlx_packs.bench.run import Conditions, disturbances, read_conditions
 
 BATTERY = "pmset -g batt"
-THERM = "pmset -g therm"
 SETTINGS = "pmset -g"
 PRESSURE = "notifyutil -g com.apple.system.thermalpressurelevel"
 GPU = "ioreg -r -d 1 -w 0 -c IOAccelerator"
@@ -14,8 +13,6 @@ GPU = "ioreg -r -d 1 -w 0 -c IOAccelerator"
 IDLE = {
     BATTERY: "Now drawing from 'AC Power'\n -InternalBattery-0 (id=24576099)\t100%; charged; "
     "0:00 remaining present: true\n",
-    THERM: "Note: No thermal warning level has been recorded\nNote: No performance warning level "
-    "has been recorded\nNote: No CPU power status has been recorded\n",
     SETTINGS: "System-wide power settings:\nCurrently in use:\n standby              1\n "
     "powernap             1\n lowpowermode         0\n sleep                1\n",
     PRESSURE: "com.apple.system.thermalpressurelevel 0\n",
@@ -86,9 +83,7 @@ def test_what_a_mac_does_not_say_is_unknown():
     assert nothing == Conditions(load=nothing.load)
     garbage = read(lambda command: "permission denied 12\n", True)
     assert garbage == Conditions(load=garbage.load)
-    # that no warning was recorded is no reading
     assert conditions(PRESSURE="").thermal is None
-    assert conditions(PRESSURE="", THERM="Thermal Warning Level = 1\n").thermal == "heavy"
     assert conditions(PRESSURE="com.apple.system.thermalpressurelevel 99\n").thermal is None
 
 
