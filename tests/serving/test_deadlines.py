@@ -82,6 +82,7 @@ def test_of_a_long_text_only_the_beginning_is_tokenized(encoder):
 def test_a_short_request_does_not_wait_for_a_long_one(server):
     worker = server.worker
     rows = [np.arange(1, 9, dtype=np.int32)] * 400
+    until(lambda: worker.counts == (0, 0))  # of earlier requests
     before = worker.steps
     submit = worker.call(lambda: [worker.submit("base", rows), worker.submit("base", rows[:1])])
     long, short = submit.result()

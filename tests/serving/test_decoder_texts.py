@@ -122,8 +122,6 @@ def test_server_does_what_its_packs_and_base_are_made_for(embedder, reranker, ti
     assert _served_task("auto", tiny, {}) == "lm" and _served_task("rerank", tiny, {}) == "rerank"
     ranks = dict(reranker[0].worker.registry.packs)
     assert _served_task("auto", reranker[0].worker.base, ranks) == "rerank"
-    with raises("conflict", None, "Serve them apart"):
-        _served_task("auto", tiny, packs | ranks)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from .protocol import (
 from .results import Result, Results
 from .rows import MEDIA_TYPE, MOST_DATUMS, read_forward_request
 from .sampling import Samplers
-from .states import find_saved
+from .states import SCHEME, find_saved, remove_saved
 
 _POLL_SECONDS = 25.0  # that a client waits for a result; its own limit is 45
 _CONFIG = {
@@ -93,6 +93,7 @@ class TrainingService:
             ("POST", "asample"): self.sample,
             ("POST", "retrieve_future"): self.retrieve,
             ("POST", "cancel_future"): self.cancel,
+            ("DELETE", "training_runs/{id}/checkpoints/{kind}/{name}"): self.delete_checkpoint,
         }
 
         return {
@@ -239,6 +240,12 @@ class TrainingService:
         work = partial(self._models.load, model_id, body.session_id, saved, body.optimizer)
         done = _after(work, type="load_weights", path=saved.uri, model_id=model_id)
         return self._started(done, model_id, (model_id, _FIRST))
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        params = request.path_params
+        uri = f"{SCHEME}{params['id']}/{params['kind']}/{params['name']}"
+        remove_saved(find_saved(self._folder, uri))
+        return Response(status_code=204)
 
     # Sampling
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ...errors import file_errors
 from ...files import to_json
+from ...filesystem import discard
 from ...packs.manifest import MANIFEST
 from ...packs.pack import Pack
 from ...reading import check_files, file_facts, read_json
@@ -107,6 +108,10 @@ def optimizer_of(saved: Saved) -> dict[str, mx.array]:
 
     moments = read_tensors(saved.folder / OPTIMIZER)
     return {**moments, _STEP: mx.array(saved.facts["step"], mx.uint64)}
+
+
+def remove_saved(saved: Saved) -> None:
+    discard(saved.folder, saved.folder)
 
 
 def run_of(model_id: str) -> str:

@@ -106,13 +106,16 @@ def everything(url: str, given: dict) -> dict:
     params = types.SamplingParams(max_tokens=4, temperature=0)
     sample = sampler.sample(prompt, 2, params).result()
 
+    rest = tinker.RestClient(base_url=url, api_key="tml-test")
+    rest.delete_checkpoint_from_tinker_path(path).result()
+
     errors = {}
     for name, call in {
         "loss": lambda: training.forward(rows, "dro"),
         "settings": lambda: training.forward(rows, "ppo", {"clip_low_threshold": 0.5}),
         "top": lambda: sampler.sample(prompt, 1, params, topk_sample_logprobs=2),
         "update": lambda: training.optim_step(types.AdamParams()),
-        "saved": lambda: client.create_training_client_from_state(f"{path}-other"),
+        "saved": lambda: client.create_training_client_from_state(path),
     }.items():
         try:
             call().result()

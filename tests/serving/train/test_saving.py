@@ -52,6 +52,9 @@ def test_a_saved_model_is_a_pack(client, generator, datum):
     assert client.server.json("GET", f"/api/v1/training_runs/{run}/checkpoints")[0] == 404
     facts = json.loads((folders[1] / "training.json").read_text())
     assert facts["user_metadata"] == {"a": "b"}
+    url = f"/api/v1/training_runs/{run}/checkpoints/weights/mine"
+    assert client.server.request("DELETE", url)[0] == 204
+    assert client.server.request("DELETE", url)[0] == 404
 
 
 def test_a_pack_from_elsewhere_is_trained_further(client, generator, datum):
