@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,12 @@ class SeedRuns:
     @property
     def mean(self) -> dict[str, float]:
         """The mean over the seeds of every number that all reports have, by its name."""
-        return statistics(self._reports())["mean"]
+        return self._statistics["mean"]
 
     @property
     def standard_error(self) -> dict[str, float]:
         """The standard error of each mean: the sample standard deviation by sqrt(seeds)."""
-        return statistics(self._reports())["standard_error"]
+        return self._statistics["standard_error"]
 
     def __repr__(self) -> str:
         changes = _changes(self.mean, self.standard_error)
@@ -75,16 +76,13 @@ class SeedRuns:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report of each pack, and mean and standard error of every number in them."""
-        reports = self._reports()
-        return {
-            "folder": str(self.folder),
-            "seeds": list(self.runs),
-            **statistics(reports),
-            "packs": reports,
-        }
+        reports = [run.report for run in self.runs.values()]
+        places = {"folder": str(self.folder), "seeds": list(self.runs)}
+        return {**places, **self._statistics, "packs": reports}
 
-    def _reports(self) -> list[dict[str, Any]]:
-        return [run.report for run in self.runs.values()]
+    @cached_property
+    def _statistics(self) -> dict[str, dict[str, float]]:
+        return statistics([run.report for run in self.runs.values()])
 
 
 @checked_arguments

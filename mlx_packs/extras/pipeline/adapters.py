@@ -49,13 +49,6 @@ class PipelinedAdapters(TrainableWrapper):
         self.swap(_remote_modules(self.base, own, stages))
         mx.eval(self.model.parameters())
 
-    def lines(self) -> list[str]:
-        nbytes = sum(a.nbytes for _, a in tree_flatten(self.model.parameters()))
-        return [
-            f"{self._stages.size} ranks · here blocks {self.blocks.start + 1} to "
-            f"{self.blocks.stop} of {len(self.model.layers)}, {size(nbytes)}"
-        ]
-
     def tensors(self) -> dict[str, mx.array]:
         """Return the adapters of all ranks in float32, by name on disk; all ranks call it."""
         tensors = self.adapters.tensors()
@@ -141,6 +134,8 @@ def of_stage(trainable: Trainable, display: Display) -> Trainable:
     """Return what a rank trains: what is in its own blocks."""
     with display.working("pipeline", "reading the blocks of this rank"):
         pipelined = PipelinedAdapters(trainable, group())
-    for line in pipelined.lines():
-        display.line("pipeline", line)
+    own = pipelined.blocks
+    nbytes = sum(a.nbytes for _, a in tree_flatten(pipelined.model.parameters()))
+    here = f"here blocks {own.start + 1} to {own.stop}, {size(nbytes)}"
+    display.line("pipeline", f"{group().size} ranks · {here}")
     return pipelined
