@@ -4,6 +4,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from mlx_packs import LoRAConfig, TrainConfig
 from mlx_packs.adapters.saved_modules import attach_method
 from mlx_packs.config.data import DataConfig
@@ -11,10 +13,25 @@ from mlx_packs.memory.plan import MatmulPathChoice, MemoryChoice
 from mlx_packs.objectives.objective import Objective
 from mlx_packs.objectives.reference import PhaseReference
 from mlx_packs.packs.base import Base
+from mlx_packs.runtime import mx
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.tasks.task import Binding, Calls, make_tasks
 from mlx_packs.training.run_folder import RunFolder, run_folder
 from tests.helpers.runs import Lines
+
+# Settings of short runs of tasks.
+SHORT = {
+    "matmul_path": "dense",
+    "lr_schedule": "constant",
+    "save_every": 2,
+    "steps_per_report": 1,
+    "steps_per_eval": 2,
+}
+
+
+def tensors_of(pack: Path) -> dict[str, np.ndarray]:
+    """The tensors of a pack's folder."""
+    return {name: np.array(t) for name, t in mx.load(str(pack / "adapters.safetensors")).items()}
 
 
 class EncodedTask:

@@ -30,19 +30,11 @@ from tests.helpers.rows import (
     starred,
     write_rows,
 )
+from tests.helpers.tasks import SHORT
 from tests.helpers.variants import slow_except
 
-SETTINGS = {
-    "task": "classify",
-    "iters": 20,
-    "batch_size": 8,
-    "max_seq_length": 64,
-    "matmul_path": "dense",
-    "learning_rate": 1e-2,
-    "lr_schedule": "constant",
-    "save_every": 10,
-    "steps_per_eval": 10,
-}
+SETTINGS = SHORT | {"task": "classify", "iters": 20, "batch_size": 8, "max_seq_length": 64}
+SETTINGS |= {"learning_rate": 1e-2, "save_every": 10, "steps_per_eval": 10, "steps_per_report": 10}
 LORA = LoRAConfig(rank=2)
 
 

@@ -23,21 +23,11 @@ from mlx_packs.tasks.teacher import Teacher, most_likely, write_teacher_cache
 from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
-from tests.helpers.tasks import EncodedTask, interrupted
+from tests.helpers.tasks import SHORT, EncodedTask, interrupted, tensors_of
 from tests.helpers.variants import slow_except
 
-SETTINGS = {
-    "task": "distill",
-    "iters": 6,
-    "batch_size": 4,
-    "max_seq_length": 48,
-    "matmul_path": "dense",
-    "learning_rate": 5e-3,
-    "lr_schedule": "constant",
-    "save_every": 2,
-    "steps_per_report": 1,
-    "steps_per_eval": 3,
-}
+SETTINGS = SHORT | {"task": "distill", "iters": 6, "batch_size": 4, "max_seq_length": 48}
+SETTINGS |= {"learning_rate": 5e-3, "steps_per_eval": 3}
 LORA = LoRAConfig(rank=4)
 
 
@@ -79,10 +69,6 @@ def cache(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("cache") / "c"
     cache_of(folder, data)
     return str(folder)
-
-
-def tensors_of(folder) -> dict[str, np.ndarray]:
-    return {n: np.array(t) for n, t in mx.load(str(folder / "adapters.safetensors")).items()}
 
 
 @pytest.mark.slow

@@ -17,21 +17,10 @@ from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference
 from tests.helpers.rows import write_rows
+from tests.helpers.tasks import SHORT
 
-SETTINGS = {
-    "task": "grpo",
-    "batch_size": 2,
-    "num_generations": 4,
-    "max_completion_length": 12,
-    "max_seq_length": 64,
-    "matmul_path": "dense",
-    "learning_rate": 2e-3,
-    "lr_schedule": "constant",
-    "save_every": 2,
-    "steps_per_report": 1,
-    "val_batches": 0,
-    "beta": 0.0,
-}
+SETTINGS = SHORT | {"task": "grpo", "batch_size": 2, "num_generations": 4, "max_seq_length": 64}
+SETTINGS |= {"max_completion_length": 12, "learning_rate": 2e-3, "val_batches": 0, "beta": 0.0}
 LORA = LoRAConfig(rank=4)
 
 

@@ -18,19 +18,9 @@ from tests.helpers.errors import raises
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import write_rows
 from tests.helpers.runs import Lines
-from tests.helpers.tasks import interrupted
+from tests.helpers.tasks import SHORT, interrupted, tensors_of
 
-SETTINGS = {
-    "batch_size": 4,
-    "max_seq_length": 96,
-    "matmul_path": "dense",
-    "learning_rate": 5e-3,
-    "lr_schedule": "constant",
-    "save_every": 2,
-    "steps_per_report": 1,
-    "steps_per_eval": 2,
-    "task": "dpo",
-}
+SETTINGS = SHORT | {"task": "dpo", "batch_size": 4, "max_seq_length": 96, "learning_rate": 5e-3}
 LORA = LoRAConfig(rank=2, num_layers=2)
 
 
@@ -48,10 +38,6 @@ def rated_data(tmp_path_factory):
 
 def settings(**changes) -> TrainConfig:
     return TrainConfig(**(SETTINGS | {"iters": 6} | changes))
-
-
-def tensors_of(folder) -> dict[str, np.ndarray]:
-    return {n: np.array(t) for n, t in mx.load(str(folder / "adapters.safetensors")).items()}
 
 
 def same(one, other) -> bool:

@@ -22,22 +22,12 @@ from tests.helpers.models import base_of
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import write_rows
 from tests.helpers.steps import assert_same
-from tests.helpers.tasks import EncodedTask
+from tests.helpers.tasks import SHORT, EncodedTask
 from tests.helpers.variants import slow_except
 
 SYSTEM = "You turn reminders into JSON with the keys task, day and time, and nothing else at all."
-SETTINGS = {
-    "iters": 4,
-    "batch_size": 4,
-    "max_seq_length": 256,
-    "matmul_path": "dense",
-    "learning_rate": 2e-3,
-    "lr_schedule": "constant",
-    "steps_per_report": 1,
-    "steps_per_eval": 2,
-    "save_every": 2,
-    "share_prefix": "off",
-}
+SETTINGS = SHORT | {"iters": 4, "batch_size": 4, "max_seq_length": 256, "learning_rate": 2e-3}
+SETTINGS |= {"share_prefix": "off"}
 LORA = LoRAConfig(rank=4)
 DROPS = LoRAConfig(rank=4, dropout=0.1)
 
