@@ -308,12 +308,7 @@ def phase_reports(trained: Trained) -> list[dict]:
             x["loss"]
             for x in trained.curve
             if "loss" in x and phase.first_batch < x["batch"] <= phase.stop
-        ]
-        loss_first = loss_last = None
-        if losses:
-            loss_first = losses[0]
-            loss_last = losses[-1]
-
+        ] or [None]
         rows = {split: examples.count for split, examples in own.splits.items()}
         split = own.held_out_split
         optimizer_state = "carry" if phase.carries_optimizer else "fresh"
@@ -329,8 +324,8 @@ def phase_reports(trained: Trained) -> list[dict]:
                 "replay": phase.replay,
                 "optimizer_state": optimizer_state,
                 "rows": rows,
-                "loss_first": loss_first,
-                "loss_last": loss_last,
+                "loss_first": losses[0],
+                "loss_last": losses[-1],
                 "held_out": {"split": split, "rows": rows[split]},
                 "before": _perplexities(trained.scores[number]),
                 "after": _perplexities(trained.scores[number + 1]),

@@ -75,8 +75,7 @@ class RunFolder:
     def best_checkpoint(self, after: int = 0, best_by: str | None = None) -> Path | None:
         """Return the checkpoint with the best validation score; None if none was measured.
 
-        A validation (``--steps-per-eval``) counts for the checkpoint of the same batch. ``after``
-        leaves out earlier batches: each phase of a run has validation examples of its own.
+        ``after`` leaves out earlier batches, since each phase has validation examples of its own;
         ``best_by`` is what ``--best`` names.
         """
         best = None

@@ -35,13 +35,9 @@ _JOINED = 1 << 22  # numbers of gradients that are joined for their norm
 
 
 class Update:
-    """The update of a model by the sum of its gradients.
+    """The update of a model by the sum of its gradients; the arguments are as of `step.Stepper`.
 
-    Args:
-        model: has the trainable parameters.
-        optimizer: initialized for them; with a scale of the loss, that decides what is skipped.
-        max_grad_norm: gradients of a larger norm are scaled down to it; None or 0 never.
-        skips: whether an update that is not finite changes nothing.
+    With a scale of the loss, that decides what is skipped.
     """
 
     def __init__(
