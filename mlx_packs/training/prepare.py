@@ -14,6 +14,7 @@ from ..bases.chat_template import reads_clock
 from ..bases.files import check_files, public_name, resolve_checkpoint
 from ..bases.fingerprint import changed_texts, fingerprint, text_hashes
 from ..bases.precision import STORED, ComputeDtype
+from ..config.choices import TASKS
 from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.optimizer import with_arguments
@@ -93,8 +94,8 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 
     # an option that is newer than the run was what it is by default
     newest = json.loads(json.dumps(Recipe().to_json()))
-    then = with_arguments(newest | earlier["recipe"])
-    now = with_arguments(newest | json.loads(json.dumps(identity["recipe"])))
+    then = _with_head(with_arguments(newest | earlier["recipe"]))
+    now = _with_head(with_arguments(newest | json.loads(json.dumps(identity["recipe"]))))
 
     may_change = set(fields_where(TrainConfig, resumable=True))
     if not then["dropout"]:  # else other masks would be drawn
@@ -104,6 +105,14 @@ def check_resume(run: Path, base: Path, identity: dict, earlier: dict) -> None:
 
     fixed = sorted((set(now) | set(then)) - may_change)
     check_unchanged("--resume", then, {key: now.get(key) for key in fixed})
+
+
+def _with_head(recipe: dict) -> dict:
+    """Return a recipe with the head that ``auto`` means."""
+    task = TASKS.get(str(recipe["task"]))
+    if task is None:
+        return recipe
+    return recipe | {"head": task.head_for(str(recipe["head"]))}
 
 
 def public_recipe(recipe: Recipe, base: Base) -> dict:
