@@ -57,7 +57,7 @@ def test_train_counts_and_says_what_is_cut(data_here, run):
     code, _, err = run("train", *SETTINGS.split(), *args)
     assert code == 0
     (line,) = (line for line in err.splitlines() if "--max-seq-length" in line)
-    assert all(part in line for part in ("2 examples", "40 tokens", "1 of them", "dropped"))
+    assert all(part in line for part in ("2 examples cut", "40 tokens", "1 examples dropped"))
 
 
 def test_configuration_may_be_completed_by_flags_and_files(data_here, untouched):

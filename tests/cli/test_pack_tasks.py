@@ -99,12 +99,13 @@ SERVED = {  # what a server of a task takes, besides packs of text
 
 
 @pytest.mark.parametrize("task", SERVED)
-def test_servers_take_packs_that_a_request_can_use(packs, task):
+def test_servers_take_packs_that_a_request_can_use(packs, task, monkeypatch):
     registry = PackRegistry(Mock(), task)
+    monkeypatch.setattr(registry, "_load", Mock())
     taken = []
     for kind, pack in packs.items():
         try:
-            registry.check_pack(pack)
+            registry.add(kind, pack)
             taken.append(kind)
         except PackError as error:
             check(error, "unsupported", None, *USES[kind.removesuffix("-lm")])
@@ -135,7 +136,7 @@ def test_a_classifier_by_the_names_of_labels_is_to_be_trained_again(packs, tmp_p
     old = {**manifest, "classifier": {**manifest["classifier"], "head": "lm"}}
     (folder / "pack.json").write_text(json.dumps(sealed(old)))
     assert run("inspect", folder)[0] == 2
-    check(run.error, "unreadable", None, "train the classifier again")
+    check(run.error, "unreadable", None, "classifier.head")
 
 
 def test_a_reranker_with_the_lm_head_still_generates(packs, run):

@@ -26,6 +26,7 @@ from tests.helpers.models import base_of, model_of
 from tests.helpers.packing import LIMIT, aligned_batch, packed_batch
 from tests.helpers.steps import adapted, fill_b, lm_stepper, loss_and_gradients
 from tests.helpers.trees import BATCH, tree_of
+from tests.helpers.variants import slow_except
 
 
 def offloaded(model: nn.Module, folder) -> OffloadedBlocks:
@@ -136,7 +137,10 @@ def quantized(folder, mode):
 
 @pytest.mark.parametrize(
     ("kind", "path"),
-    [*((kind, "transient") for kind in BASES), ("affine", "quantized"), ("mxfp4", "quantized")],
+    slow_except(
+        [*((kind, "transient") for kind in BASES), ("affine", "quantized"), ("mxfp4", "quantized")],
+        *[("dense", "transient"), ("nf4", "transient"), ("affine", "quantized")],
+    ),
 )
 def test_the_step_on_every_format_is_bit_identical(kind, path, tmp_path):
     def prepare(base):

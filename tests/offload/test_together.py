@@ -56,7 +56,7 @@ def test_the_gradients_of_every_family_are_bit_identical(family, tmp_path):
     check_together(base.model, split_head(base.model), batches)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3"])
 def test_packed_rows_keep_their_positions(family, tmp_path):
     attached, head = attached_model(family, recompute=True)
     batches = [packed_batch(), packed_batch(examples_of((3, 22, 8)))]

@@ -7,6 +7,7 @@ from mlx_packs.serving.generation import TextWorker
 from tests.helpers.bases import first_blocks
 from tests.helpers.packs import random_pack
 from tests.helpers.rows import labelled, labelled_chat, splits_of
+from tests.helpers.variants import slow_except
 from tests.serving.conftest import LIMITS, serving
 
 TEXTS = ["the red car number 3 is here", "blue", "a green car " * 9]
@@ -33,7 +34,7 @@ def server(shelf):
         yield running
 
 
-@pytest.mark.parametrize("model", ["texts", "chats"])
+@pytest.mark.parametrize("model", slow_except(["texts", "chats"], "chats"))
 def test_labels_are_those_of_the_base_with_the_pack(server, shelf, model):
     expected = first_blocks(2).classify(TEXTS, shelf / model)
     text = {"model": "notes", "prompt": "a", "temperature": 0, "max_tokens": 8}

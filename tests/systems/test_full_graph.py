@@ -14,7 +14,7 @@ from tests.helpers.checkpoints import layout, logits, write_checkpoint
 from tests.helpers.memory import active_bytes
 from tests.helpers.rows import chat, write_rows
 
-pytestmark = pytest.mark.systems
+pytestmark = [pytest.mark.systems, pytest.mark.slow]
 
 SQUARE = {"head_dim": 16}
 STACK = ("--objective", "projection-stack")

@@ -34,7 +34,7 @@ def data(tmp_path_factory) -> Path:
     return write_pairs(tmp_path_factory.mktemp("data") / "rankings", all_rankings(), 16)
 
 
-@pytest.fixture(scope="module", params=["lm", "score"])
+@pytest.fixture(scope="module", params=slow_except(["lm", "score"], "lm"))
 def head(request) -> str:
     return request.param
 
