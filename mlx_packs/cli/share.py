@@ -18,7 +18,7 @@ from .output import print_report
     "--license",
     metavar="ID",
     help="Identifier of the licence on the Hub.",
-    default_text="the base model's",
+    default_text="none",
 )
 @option(
     "--samples",

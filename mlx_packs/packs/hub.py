@@ -346,13 +346,6 @@ def check_names(manifest: dict, where: str) -> None:
         names[name.lower()] = name
 
 
-def http_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of huggingface_hub for a failed request; they differ by version."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
-
-
 @contextmanager
 def errors_of_hub(name: str, what: str) -> Iterator[None]:
     """Raise errors between here and the Hub as a PackError of one line."""
@@ -372,7 +365,7 @@ def errors_of_hub(name: str, what: str) -> Iterator[None]:
     except tuple(known) as error:
         text, code = next(known[kind] for kind in known if isinstance(error, kind))
         raise PackError(f"{name}: {text}", code) from None
-    except http_errors() as error:
+    except (OSError, ValueError, RuntimeError, *errors.HfHubHTTPError.__bases__) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         unanswered = isinstance(error, (ConnectionError, *errors.HfHubHTTPError.__bases__[:1]))
         hint = f" No answer from {constants.ENDPOINT}." if unanswered and status is None else ""

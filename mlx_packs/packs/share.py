@@ -1,8 +1,8 @@
 """Packs to and from the Hugging Face Hub, byte for byte; HF_ENDPOINT is the address of another Hub.
 
-What others see has no path of this machine, and a licence where one is known; otherwise manifest
-and card are rewritten in the pack's folder, so that both places have the same bytes. What came from
-a commit stays unchanged: a pulled pack that would have to change is rejected.
+What others see has no path of this machine, and the licence that is named; manifest and card are
+rewritten in the pack's folder for that, so that both places have the same bytes. What came from a
+commit stays unchanged: a pulled pack that would have to change is rejected.
 """
 
 import copy
@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING
 
 from ..config.arguments import checked_arguments
 from ..display import Display, display_of
@@ -20,12 +19,9 @@ from ..errors import PackError
 from ..files import atomic_folder, atomic_write
 from ..reading import DOCUMENT_BYTES, open_regular, read_metadata, sha256
 from .facts import model_card
-from .hub import check_names, errors_of_hub, fetch, http_errors, split_name
-from .manifest import ADAPTER_CONFIG, CARD, HUB_ID, MAIN, MANIFEST, PIN, manifest_text, read_pin
+from .hub import check_names, errors_of_hub, fetch, split_name
+from .manifest import ADAPTER_CONFIG, CARD, MAIN, MANIFEST, PIN, manifest_text, read_pin
 from .pack import Pack
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 # a path of this machine inside a text: from / or ~ or C:\ through its last separator
 _FOLDERS = re.compile(
@@ -80,8 +76,7 @@ def push(
         repo: ``owner/name``; the repository is created if it does not exist.
         private: Whether to create the repository as a private one.
         revision: Branch to push to; ``main`` by default.
-        license: Identifier of the licence on the Hub (``apache-2.0``); by default the base model's,
-            if the Hub has it.
+        license: Identifier of the licence on the Hub (``apache-2.0``); None adds none.
         samples: Whether to upload the held-out examples and completions that the card shows.
         progress: Whether to show the progress, as in `train_pack`.
 
@@ -114,10 +109,6 @@ def push(
         url = api.create_repo(repo, private=private or None, exist_ok=True)
         if private and api.model_info(repo).private is False:
             raise PackError(f"--private: {repo} already exists, and is public.", "conflict")
-
-        if not opened.manifest.get("license") and (license := _license_of_base(opened, api)):
-            opened, more = prepare(opened, license, samples)
-            changed += more
 
         for line in changed:
             show.line("changed", line)
@@ -185,19 +176,6 @@ def _rewritten(pack: Pack, manifest: dict) -> Pack:
         atomic_write(partial / MANIFEST, manifest_text(manifest))
     pack.manifest = manifest  # the caller's pack may be merged or pushed next
     return pack
-
-
-def _license_of_base(pack: Pack, api: "HfApi") -> str | None:
-    """The base's licence on the Hub; None where the Hub has none or not the base."""
-    base = pack.manifest["base"]["id"]
-    if not re.fullmatch(HUB_ID, base, re.ASCII):
-        return None
-
-    try:
-        license = (api.model_info(base).card_data or {}).get("license")
-    except http_errors():
-        return None
-    return license if isinstance(license, str) else None
 
 
 def _without_paths(manifest: dict) -> tuple[dict, list[str]]:

@@ -95,17 +95,12 @@ def test_push_writes_a_card_that_the_hub_understands(hub, here):
     assert card.base_model is None and card.license is None
 
 
-def test_a_licence_is_given_or_the_bases_and_never_invented(hub, here, rejected):
-    def license_of(name: str) -> str | None:
-        write_pack(here / name)
-        mp.push(name, f"me/{name}", progress=False)
-        return json.loads((here / name / "pack.json").read_text()).get("license")
-
-    assert license_of("a") is None
-    hub.repos[BASE["id"]] = Repo(card={"license": "mit"})
-    hub.repos[BASE["id"]].commit({"config.json": b"{}"})
-    assert license_of("b") == "mit"
-    assert "- licence: mit" in (here / "b" / "README.md").read_text()
+def test_a_licence_is_given_and_never_invented(hub, here, rejected):
+    write_pack(here / "a")
+    mp.push("a", "me/a", progress=False)
+    assert "license" not in json.loads((here / "a" / "pack.json").read_text())
+    mp.push("a", "me/a", license="mit", progress=False)
+    assert "- licence: mit" in (here / "a" / "README.md").read_text()
     check(rejected("push", "a", "me/a", "--license", "My own!"), "invalid", "license", "My own!")
 
 
