@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from mlx_packs.bases import tokenizer as tokenizers
 from mlx_packs.bases.tokenizer import with_template
 from mlx_packs.bases.turns import render_conversation
 from mlx_packs.config.data import CHAT_TEMPLATES
@@ -14,6 +13,11 @@ DEFAULT = """\
 {%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+IN_QUESTION = """\
+{%- set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}
+{%- for m in messages if m.role != 'system' %}
+{{- '<|im_start|>' + m.role + '\\n' + (system if loop.first else '') + m.content + '<|im_end|>\\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 DATED = "{{ 'Today: ' + strftime_now('%d') + '\\n' }}" + DEFAULT
 # Two questions: a template that begins the second one in another way.
 UNEVEN = "{% for m in messages %}{{ '[' ~ loop.index ~ m.role ~ ']' ~ m.content }}{% endfor %}"
@@ -42,12 +46,11 @@ def ollama(lines: list[str], messages: list[dict]) -> str:
     return prompt
 
 
-@pytest.mark.parametrize("name", ["chatml", "default"])
-def test_prompts_are_those_of_the_template(shared_tiny, monkeypatch, name):
-    monkeypatch.setattr(tokenizers, "_check_marks", lambda *_: None)
-    tokenizer = with_template(shared_tiny.tokenizer, {**CHAT_TEMPLATES, "default": DEFAULT}[name])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATES["chatml"], IN_QUESTION, DEFAULT])
+def test_prompts_are_those_of_the_template(shared_tiny, template):
+    tokenizer = with_template(shared_tiny.tokenizer, template)
     lines = _prompts(tokenizer, {})
-    assert ('SYSTEM """Be kind."""' in lines) == (name == "default")
+    assert ('SYSTEM """Be kind."""' in lines) == (template == DEFAULT)
     turns = [
         {"role": role, "content": text}
         for role, text in (("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "B"))
