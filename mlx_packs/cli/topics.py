@@ -80,22 +80,18 @@ def _topic(ctx: click.Context) -> str:
 def _show(ctx: click.Context, param: click.Parameter, shown: bool) -> None:
     """Print the help that the arguments ask for and exit."""
     if shown and not ctx.resilient_parsing:
-        ctx.meta[HELP_TOPIC] = _asked_topic(ctx.meta[ARGUMENTS], param.opts)
+        ctx.meta[HELP_TOPIC] = _asked_topic(ctx.meta[ARGUMENTS])
         echo(ctx.get_help())
         ctx.exit()
 
 
-def _asked_topic(arguments: Sequence[str], help_names: Sequence[str]) -> str:
+def _asked_topic(arguments: Sequence[str]) -> str:
     """Return the topic of a command line whose other options are not parsed yet."""
     task = None
     for word, following in pairwise([*arguments, ""]):
         flag, equals, value = word.partition("=")
         if flag == "--task":
             task = value if equals else following
-        elif word in help_names and following[:1] not in ("", "-"):
-            raise PackError(
-                f"{word} {following}: takes no value. Pass -h --all, or -h --task NAME."
-            )
 
     if "--all" in arguments:
         return ALL

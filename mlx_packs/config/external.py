@@ -116,13 +116,6 @@ def _take_lora_parameters(flat: dict, where: str) -> None:
 # transformers quantizes linear layers only, and not the head
 _DENSE_IN_TRANSFORMERS = ("lm_head", "embed_tokens")
 _BNB_4BIT = ("quant_type", "compute_dtype", "use_double_quant", "quant_storage")
-# What only files of other tools have, which are no recipes: the tool.
-_NO_RECIPES = {
-    "peft_type": "PEFT",
-    "load_in_4bit": "transformers",
-    "load_in_8bit": "transformers",
-    "quant_method": "transformers",
-}
 
 
 def translate(values: dict, where: str) -> dict:
@@ -131,10 +124,6 @@ def translate(values: dict, where: str) -> dict:
     Raises:
         PackError: naming the file, the key, and what to write instead.
     """
-    if key := next((key for key in _NO_RECIPES if key in values), None):
-        text = f"is of a file of {_NO_RECIPES[key]}. Write its settings by our names, which "
-        raise setting_error(f"{text}docs/coming_from.md lists.", key, where, "unsupported")
-
     ours = dict(values)
     for key, read in (("bnb_4bit", _bnb_4bit), ("lora", _lora)):
         if key in ours:

@@ -86,7 +86,6 @@ def test_the_last_task_of_a_command_line_is_the_topic_and_no_other_flag():
     ("words", "code", "flag", "names"),
     [
         ("-h --task dop", "unknown", "task", ["dop", "'dpo'"]),
-        ("-h dpo", "invalid", None, ["-h dpo", "-h --all", "-h --task NAME"]),
         ("--all", "conflict", None, ["--all", "-h --all"]),
     ],
 )
