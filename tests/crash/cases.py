@@ -106,43 +106,35 @@ RUNS: dict[str, Callable[[Places], list[str]]] = {
 }
 
 
-def _merge(places: Places, pack: int) -> list[str]:
-    loose = "--max-drift 100 --rows 2 --out x --overwrite".split()
-    return ["merge", str(places.packs[pack]), "--model", str(places.base), *loose]
+def _on_base(places: Places, *args: object) -> list[str]:
+    words = (*args, "--model", places.base, "--out", "x", "--overwrite")
+    return [str(word) for word in words]
+
+
+LOOSE = "--max-drift 100 --rows 2".split()
 
 
 def _combine(places: Places, *weights: float) -> list[str]:
     packs = [f"{pack}={weight}" for pack, weight in zip(places.packs, weights, strict=True)]
-    loose = "--max-drift 100 --rows 2 --out x --overwrite".split()
-    return ["combine", *packs, "--model", str(places.base), *loose]
-
-
-def _quantize(places: Places, *args: str) -> list[str]:
-    return ["quantize", "--model", str(places.base), "--out", "x", "--overwrite", *args]
-
-
-def _import(places: Places, number: int) -> list[str]:
-    folder = str(places.exported[number])
-    return ["import", folder, "--model", str(places.base), "--out", "x", "--overwrite"]
+    return _on_base(places, "combine", *packs, *LOOSE)
 
 
 def _overwriting_train(places: Places, seed: int) -> list[str]:
-    few = "--iters 2 --save-every 1 --overwrite --seed".split()
-    return _train(places, *few, seed)
-
-
-def _pull(_: Places, name: str) -> list[str]:
-    return ["pull", name, "--out", "x", "--overwrite"]
+    return _train(places, *"--iters 2 --save-every 1 --overwrite --seed".split(), seed)
 
 
 # Commands that replace the folder ``x``, with arguments that make the old one and the new one.
 OVERWRITES: dict[str, tuple[Callable, tuple, tuple]] = {
     "train": (_overwriting_train, (0,), (1,)),
-    "quantize": (_quantize, (), ("--mode", "affine", "--max-shard-gb", "0.0005")),
-    "merge": (_merge, (0,), (1,)),
+    "quantize": (
+        lambda p, *args: _on_base(p, "quantize", *args),
+        (),
+        ("--mode", "affine", "--max-shard-gb", "0.0005"),
+    ),
+    "merge": (lambda p, n: _on_base(p, "merge", p.packs[n], *LOOSE), (0,), (1,)),
     "combine": (_combine, (1, 1), (0.5, 0.2)),
-    "import": (_import, (0,), (1,)),
-    "pull": (_pull, ("me/old",), ("me/new",)),
+    "import": (lambda p, n: _on_base(p, "import", p.exported[n]), (0,), (1,)),
+    "pull": (lambda _, name: ["pull", name, "--out", "x", "--overwrite"], ("me/old",), ("me/new",)),
 }
 
 

@@ -16,7 +16,7 @@ from mlx_packs.bases.files import RECORD
 from mlx_packs.bases.writer import verify
 from mlx_packs.training.checkpoint import ADAPTERS, OPTIMIZER
 from mlx_packs.training.run_folder import RunFolder
-from tests.crash.cases import OVERWRITES, RUNS, Places, hidden_names, weights_of
+from tests.crash.cases import OVERWRITES, RUNS, hidden_names, weights_of
 from tests.crash.operations import MOMENTS
 from tests.crash.server import Ended, Kill, Server
 from tests.helpers.local_hub import LocalHub, Repo, local_hub
@@ -145,40 +145,6 @@ def at_points(count: int, whole: Ended, check: Callable[[Kill], None]) -> None:
             raise AssertionError(f"{kill}, {kind}: {error}") from error
 
 
-def kill_run(killer: Killer, args: list[str], count: int) -> None:
-    uninterrupted = killer.fresh()
-    whole = killer.completed(args, uninterrupted)
-    at_points(count, whole, lambda kill: check_run(killer, args, uninterrupted, kill))
-
-
-def kill_overwrite(killer: Killer, name: str, places: Places, count: int, exchange: bool) -> None:
-    (command, of_old, of_new), old = OVERWRITES[name], killer.fresh()
-    killer.completed(command(places, *of_old), old)
-    new = killer.fresh(copy=old)
-    args = command(places, *of_new)
-    whole = killer.run(args, new, exchange=exchange)
-    assert whole.code == 0 and weights_of(new / "x") != weights_of(old / "x"), whole.text
-    at_points(count, whole, lambda kill: check_overwrite(killer, args, old, new, kill, exchange))
-
-
-def kill_export(killer: Killer, places: Places, count: int) -> None:
-    """Export replaces nothing: its folder is there whole, or not at all."""
-    args = ["export", str(places.packs[0]), "--to", "peft", "--out", "x"]
-    uninterrupted = killer.fresh()
-    whole = killer.completed(args, uninterrupted)
-
-    def check(kill: Kill) -> None:
-        folder = killer.fresh()
-        check_killed(killer.run(args, folder, kill), kill)
-        if not (folder / "x").exists():
-            killer.completed(args, folder)
-        assert contents(folder / "x") == contents(uninterrupted / "x")
-        killer.completed(["import", "x", "--model", str(places.base), "--out", "y"], folder)
-        assert not hidden_names(folder)
-
-    at_points(count, whole, check)
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
@@ -196,7 +162,9 @@ def hub(places) -> Iterator[LocalHub]:
 @pytest.mark.parametrize("count", [FEW, MANY])  # 25 s for many: each time the run is resumed
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_runs_end_bit_identical(killer, places, name, count):
-    kill_run(killer, RUNS[name](places), count)
+    args, uninterrupted = RUNS[name](places), killer.fresh()
+    whole = killer.completed(args, uninterrupted)
+    at_points(count, whole, lambda kill: check_run(killer, args, uninterrupted, kill))
 
 
 @pytest.mark.parametrize("count", [FEW, MANY])
@@ -206,12 +174,36 @@ def test_killed_runs_end_bit_identical(killer, places, name, count):
 )
 def test_a_killed_overwrite_leaves_old_or_new(killer, places, hub, name, exchange, count):
     killer.hub = hub.url
-    kill_overwrite(killer, name, places, count // 2, exchange)
+    (command, of_old, of_new), old = OVERWRITES[name], killer.fresh()
+    killer.completed(command(places, *of_old), old)
+    new = killer.fresh(copy=old)
+    args = command(places, *of_new)
+    whole = killer.run(args, new, exchange=exchange)
+    assert whole.code == 0 and weights_of(new / "x") != weights_of(old / "x"), whole.text
+
+    def check(kill: Kill) -> None:
+        check_overwrite(killer, args, old, new, kill, exchange)
+
+    at_points(count // 2, whole, check)
 
 
 @pytest.mark.parametrize("count", [FEW, MANY])
 def test_a_killed_export_leaves_nothing_half(killer, places, count):
-    kill_export(killer, places, count // 2)
+    """Export replaces nothing: its folder is there whole, or not at all."""
+    args = ["export", str(places.packs[0]), "--to", "peft", "--out", "x"]
+    uninterrupted = killer.fresh()
+    whole = killer.completed(args, uninterrupted)
+
+    def check(kill: Kill) -> None:
+        folder = killer.fresh()
+        check_killed(killer.run(args, folder, kill), kill)
+        if not (folder / "x").exists():
+            killer.completed(args, folder)
+        assert contents(folder / "x") == contents(uninterrupted / "x")
+        killer.completed(["import", "x", "--model", str(places.base), "--out", "y"], folder)
+        assert not hidden_names(folder)
+
+    at_points(count // 2, whole, check)
 
 
 @pytest.mark.slow

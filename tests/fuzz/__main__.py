@@ -2,12 +2,11 @@
 
 import gc
 import sys
-from pathlib import Path
 
 import click
 
 from tests.fuzz.kinds import KINDS
-from tests.fuzz.runner import fuzz, supervise
+from tests.fuzz.runner import fuzz, supervise, tell
 
 
 @click.command()
@@ -16,12 +15,12 @@ from tests.fuzz.runner import fuzz, supervise
 @click.option("--seed", default=0, help="Seed of the mutants.")
 @click.option("--first", default=0, help="Number of the first mutant.")
 @click.option("--only", type=int, help="Run this mutant in this process; show its traceback.")
-@click.option("--journal", type=click.Path(path_type=Path), hidden=True)  # a line for each mutant
-def main(kinds, cases, seed, first, only, journal):
+@click.option("--told", is_flag=True, hidden=True)  # a line for each mutant
+def main(kinds, cases, seed, first, only, told):
     """Run mutants of some kinds, or of each, and print the first failure at each place."""
     gc.freeze()  # as tests are
-    if journal is not None:
-        fuzz(kinds[0], range(first, first + cases), seed, journal)
+    if told:
+        fuzz(kinds[0], range(first, first + cases), seed, tell)
         return
 
     failed = False

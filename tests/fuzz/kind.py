@@ -47,11 +47,6 @@ class Case:
     mutator: Mutator
     changed: set[str] = field(default_factory=set)
 
-    @property
-    def notes(self) -> list[str]:
-        """What was changed."""
-        return self.mutator.notes
-
     def write(self, name: str, data: bytes) -> None:
         """Replace a file of the subject, or add one."""
         self.changed.add(name)

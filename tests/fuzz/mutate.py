@@ -22,10 +22,6 @@ class Raw(str):
     """Text that stands in a mutant as it is, whether it is JSON or not."""
 
 
-class Pairs(tuple):
-    """Keys and values of an object in which a key stands twice."""
-
-
 NUMBERS = (0, 1, -1, 2, 3, 255, 0.5, -0.5, 1e-30, 5e-324, 1e308, 2**31, -(2**31), 2**32, 2**53)
 NUMBERS += (2**63, -(2**63), 2**64, 10**30, float("nan"), float("inf"), -float("inf"))
 TEXTS = ("", " ", "x", "0", "1e5", "NaN", "none", "tiny", "..", ".", "/", "~", "../../outside/evil")
@@ -38,18 +34,16 @@ RAWS += (Raw('"\\ud800"'), Raw('{"a":1,"a":[]}'), Raw('"\\u0000"'), Raw("[" * 90
 
 
 # Changes of a tree, and how often each is drawn.
-_CHANGES = {"value": 8, "near": 6, "delete": 4, "rename": 3, "double": 1, "copy": 3, "wrap": 1}
-_CHANGES |= {"grow": 1}
+_CHANGES = {"value": 8, "near": 6, "delete": 4, "rename": 3, "copy": 3, "grow": 1}
 _DTYPES = "BOOL U8 I8 F8_E4M3 I16 U16 F16 BF16 I32 U32 F32 F64 I64 U64 C64 x".split()
 
 
 def dumps(value: Any) -> str:
-    """Return JSON, with `Raw` texts and `Pairs` as they are."""
+    """Return JSON, with `Raw` texts as they are."""
     if isinstance(value, Raw):
         return str(value)
-    if isinstance(value, (Pairs, dict)):
-        pairs = value.items() if isinstance(value, dict) else value
-        return "{" + ",".join(f"{dumps(k)}:{dumps(v)}" for k, v in pairs) + "}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{dumps(k)}:{dumps(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(dumps, value)) + "]"
     return json.dumps(value)
@@ -86,23 +80,19 @@ class Mutator:
         """Return a value that is almost another one."""
         rng = self.rng
         if isinstance(value, bool) or value is None:
-            return rng.choice([True, False, None, 0, 1, "true"])
-
-        if isinstance(value, (int, float)):
-            near = (value + 1, value - 1, -value, value * 2, value * 1000, value / 2, str(value))
-            return rng.choice(near)
-
-        if isinstance(value, str):
+            near = [True, False, None, 0, 1, "true"]
+        elif isinstance(value, (int, float)):
+            near = [value + 1, value - 1, -value, value * 2, value * 1000, value / 2, str(value)]
+        elif isinstance(value, str):
             at = rng.randrange(len(value) + 1)
             middle = rng.choice([*CONTROLS, "x", ".", "/", "é", "0"])
             cut = rng.choice([value[:-1], value.upper(), value[:at] + middle + value[at:]])
-            return rng.choice([cut, *self.words[:1], [value], {value: value}])
-
-        if isinstance(value, list):
-            return rng.choice([value[:-1], value * 2, [value], value[::-1], dict(enumerate(value))])
-
-        value = dict(value)
-        return rng.choice([list(value), list(value.values()), [value], {**value, "more": 1}])
+            near = [cut, *self.words[:1], [value], {value: value}]
+        elif isinstance(value, list):
+            near = [value[:-1], value * 2, [value], value[::-1], dict(enumerate(value))]
+        else:
+            near = [list(value), list(value.values()), [value], {**value, "more": 1}]
+        return rng.choice(near)
 
     def tree(self, tree: Any) -> Any:
         """Return a tree with one to three changes: values, keys, types, depth, duplicates."""
@@ -129,17 +119,10 @@ class Mutator:
         elif kind == "rename" and isinstance(holder, dict):
             name = self.near(str(key)) if rng.random() < 0.5 else rng.choice(TEXTS + self.words)
             holder[name if isinstance(name, str) else "x"] = holder.pop(key)
-        elif kind == "double" and isinstance(value, dict) and value:
-            first = next(iter(value))
-            holder[key] = Pairs([*value.items(), (first, self.value())])
         elif kind == "copy":
             other, name = rng.choice(all_places)
             with suppress(LookupError):  # an earlier change has removed it
                 holder[key] = copy.deepcopy(other[name])
-        elif kind == "wrap":
-            for _ in range(rng.choice((1, 50))):
-                value = [value]
-            holder[key] = value
         else:
             kind = "grow"
             often = 300 if len(dumps(value)) < 1000 else 2
@@ -210,8 +193,13 @@ class Mutator:
             return length.to_bytes(8, "little") + data[8:]
         if kind == "body":
             return data[: 8 + length] + self.bytes(body)
-        if kind == "numbers":
-            return data[: 8 + length] + self._numbers(bytearray(body))
+        if kind == "numbers":  # NaN, infinities, the largest or zeros
+            fill = bytes.fromhex(self.rng.choice(("ffffffff", "0000807f", "ffff7f7f", "00000000")))
+            count = self.rng.choice((1, 16, len(body) // 4))
+            at = self.rng.randrange(max(1, len(body) // 4)) * 4
+            self.note(f"{count} numbers at {at} are {fill.hex()}")
+            filled = (body[:at] + fill * count)[: len(body)] + body[at + 4 * count :]
+            return data[: 8 + length] + filled
 
         header = self.tree(header) if kind == "tree" else self._tensor(header)
         text = dumps(header).encode(errors="surrogatepass")
@@ -222,9 +210,8 @@ class Mutator:
         rng = self.rng
         header = copy.deepcopy(header)
         name = rng.choice([name for name in header if name != "__metadata__"])
-        tensor, other = header[name], header[rng.choice(list(header))]
-        shape = tensor["shape"]
-        kind = rng.choice(("dtype", "shape", "size", "offsets", "drop", "name", "other"))
+        tensor, shape = header[name], header[name]["shape"]
+        kind = rng.choice(("dtype", "shape", "size", "offsets", "drop", "name"))
 
         if kind == "dtype":
             tensor["dtype"] = rng.choice(_DTYPES)
@@ -241,20 +228,9 @@ class Mutator:
             del header[name]
         elif kind == "name":
             header[rng.choice([*TEXTS, name[:-1], f"{name}.x", *self.words])] = header.pop(name)
-        elif "shape" in other:
-            header[name] = copy.deepcopy(other)
 
         self.note(f"tensor {name}: {kind} {header.get(name, '')}")
         return header
-
-    def _numbers(self, body: bytearray) -> bytes:
-        """Fill a part of the numbers with NaN, infinities, the largest or zeros."""
-        fill = bytes.fromhex(self.rng.choice(("ffffffff", "0000807f", "ffff7f7f", "00000000")))
-        count = self.rng.choice((1, 1, 16, len(body) // 4))
-        at = self.rng.randrange(max(1, len(body) // 4)) * 4
-        body[at : at + 4 * count] = (fill * count)[: len(body) - at]
-        self.note(f"{count} numbers at {at} are {fill.hex()}")
-        return bytes(body)
 
 
 # What means something to readers of text, JSON and YAML.

@@ -1,5 +1,6 @@
 """Run mutants and evaluate each call: how it ended, what it printed, wrote, took of memory and time."""
 
+import faulthandler
 import gc
 import io
 import json
@@ -18,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
 
+from benchmarks.alone import peak_rss_bytes
 from mlx_packs.cli.main import packs, user_errors
 from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
@@ -37,6 +39,7 @@ from tests.fuzz.mutate import Mutator
 HANG_S = 10
 STUCK_S = 60  # a library that does not return to Python; its process is killed
 SPARE_BYTES = 200e6  # beside twice the subject
+TOLD = "mutant: "  # before the report of a mutant, in the output of another process
 _SPACE_BYTES = 8 << 30  # of addresses, so that no mutant takes the machine down
 ROOT = Path(__file__).parents[2]
 # C0 but tab and line feed, C1, marks and overrides of bidirectional text
@@ -142,14 +145,14 @@ _HUB = {"HF_HUB_OFFLINE": True, "HF_HUB_DISABLE_XET": True} | dict.fromkeys(_CAC
 def limited_addresses() -> Iterator[None]:
     """Let allocations beyond `_SPACE_BYTES` fail, where the system can."""
     before = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(ValueError, OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + _SPACE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     try:
-        most = (_status("VmSize:") or 64 << 30) + _SPACE_BYTES
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
         yield
     finally:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 class Fuzzer:
@@ -194,7 +197,7 @@ class Fuzzer:
                 report.rejected += outcome.code == 2
 
                 here = (self.kind.name, self.seed, number, call.name)
-                details = tuple(case.notes), _trace(outcome.error) or outcome.output[-3000:]
+                details = tuple(case.mutator.notes), _trace(outcome.error) or outcome.output[-3000:]
                 for fault, where in self._faults(call, outcome, before):
                     report.failures.append(Failure(*here, fault, where, *details))
                 self._tidy()
@@ -245,7 +248,9 @@ def run_call(call: Call) -> Outcome:
     for logger in loggers:
         logger.addHandler(handler)
 
-    begin = _reset_peak()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    begin = peak_rss_bytes()
     code, output, error = None, "", None
     run = _command if call.args else _library
 
@@ -261,7 +266,7 @@ def run_call(call: Call) -> Outcome:
         for logger in loggers:
             logger.removeHandler(handler)
 
-    return Outcome(code, printed[0] + logs.getvalue() + output, error, _peak() - begin)
+    return Outcome(code, printed[0] + logs.getvalue() + output, error, peak_rss_bytes() - begin)
 
 
 def _command(call: Call) -> tuple[int, str, BaseException | None]:
@@ -350,44 +355,28 @@ def _trace(error: BaseException | None) -> str:
     return "" if error is None else "".join(traceback.format_exception(error))[-3000:]
 
 
-def _status(key: str) -> int:
-    with suppress(OSError), open("/proc/self/status", "rb") as file:
-        for line in file:
-            if line.startswith(key.encode()):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _reset_peak() -> int:
-    """Forget the process's peak of memory, where the system can; the memory in use."""
-    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return _peak()
-
-
-def _peak() -> int:
-    return _status("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
-
-
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-
-
-def fuzz(name: str, cases: range, seed: int, journal: Path | None = None) -> Report:
-    """Run mutants of a kind in this process; with a ``journal``, a line after each."""
+def fuzz(
+    name: str, cases: range, seed: int, told: Callable[[Report], None] | None = None
+) -> Report:
+    """Run mutants of a kind in this process; ``told`` gets the report of each."""
     report = Report(name)
     kind = KINDS[name]()
+    errors = os.dup(2)  # a call has another
     with sandbox() as root:
         try:
             fuzzer = Fuzzer(kind, seed, root)
             gc.collect()
             for number in cases:
                 one = Report(name)
+                if told:
+                    faulthandler.dump_traceback_later(STUCK_S, exit=True, file=errors)
                 fuzzer.run(number, one)
                 report.add(one)
-                if journal is not None:
-                    with journal.open("a") as file:
-                        file.write(json.dumps(asdict(one)) + "\n")
+                if told:
+                    told(one)
         finally:
+            faulthandler.cancel_dump_traceback_later()
+            os.close(errors)
             kind.close()
             mx.clear_cache()
 
@@ -399,50 +388,34 @@ def supervise(name: str, cases: int, seed: int, first: int = 0) -> Report:
     report = Report(name)
     end = first + cases
 
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Path(folder, "journal")
-        while first + report.cases < end:
-            journal.write_text("")
-            start = first + report.cases
-            args = f"--kind {name} --seed {seed} --first {start} --cases {end - start}"
-            child = subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz", *args.split(), "--journal", str(journal)],
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-
-            stuck = _wait(child, journal)
-            errors = child.communicate()[1]
-            for line in journal.read_text().splitlines():
-                one = json.loads(line)
+    while (start := first + report.cases) < end:
+        args = f"--kind {name} --seed {seed} --first {start} --cases {end - start} --told"
+        child = subprocess.run(
+            [sys.executable, "-m", "tests.fuzz", *args.split()],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        for line in child.stdout.splitlines():
+            if line.startswith(TOLD):
+                one = json.loads(line.removeprefix(TOLD))
                 one["failures"] = [Failure(**f) for f in one["failures"]]
                 report.add(Report(**one))
 
-            at = first + report.cases
-            if at == start and not stuck and child.returncode > 0:
-                raise RuntimeError(f"{name}: cannot be set up:\n{errors[-3000:]}")
-
-            if at < end:
-                fault = ("crash", f"exit {child.returncode}")
-                if stuck:
-                    fault = ("hang", f"over {STUCK_S} s")
-                report.failures.append(Failure(name, seed, at, "?", *fault, details=errors[-3000:]))
-                report.cases += 1
+        errors = child.stderr[-3000:]
+        stuck = "Timeout (" in child.stderr
+        if (at := first + report.cases) == start and not stuck and child.returncode > 0:
+            raise RuntimeError(f"{name}: cannot be set up:\n{errors}")
+        if at < end:
+            fault = (
+                ("hang", f"over {STUCK_S} s") if stuck else ("crash", f"exit {child.returncode}")
+            )
+            report.failures.append(Failure(name, seed, at, "?", *fault, details=errors))
+            report.cases += 1
 
     return report
 
 
-def _wait(child: subprocess.Popen, journal: Path) -> bool:
-    """Wait for a process; kill it and return True once its journal stands still."""
-    seen, since = -1, time.monotonic()
-    while child.poll() is None:
-        time.sleep(0.2)
-        size = journal.stat().st_size
-        if size != seen:
-            seen, since = size, time.monotonic()
-        if time.monotonic() - since > STUCK_S:
-            child.kill()
-            return True
-    return False
+def tell(one: Report) -> None:
+    """Print the report of a mutant for `supervise`."""
+    print(TOLD + json.dumps(asdict(one)), flush=True)

@@ -13,7 +13,6 @@ from mlx_packs.data.rows import read_rows
 from mlx_packs.errors import PackError, printable
 from mlx_packs.files import is_hub_id
 from mlx_packs.packs.hub import split_name
-from mlx_packs.reading import read_header
 
 settings.register_profile(
     "fuzz",
@@ -47,17 +46,6 @@ def reads(function, *args) -> object:
         return None
 
 
-@given(JSON, st.integers(0, 40))
-def test_json_is_a_safetensors_header_or_an_error(tmp_path, value, size):
-    text = json.dumps(value).encode()
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
-    if (result := reads(read_header, file)) is not None:
-        header, start = result
-        ends = [tensor["data_offsets"][1] for tensor in header.values()]
-        assert start == 8 + len(text) and max(ends, default=0) <= size
-
-
 @given(st.lists(st.dictionaries(st.text(max_size=8), JSON, max_size=3), min_size=1, max_size=3))
 def test_rows_are_read_as_they_are_written(tmp_path, values):
     file = tmp_path / "rows.jsonl"
@@ -71,12 +59,6 @@ def test_a_recipe_of_any_values_is_complete_or_an_error(values):
     recipe = reads(resolve, values)
     if recipe is not None:
         assert resolve(recipe.to_json()) == recipe
-
-
-@given(st.fixed_dictionaries({}, optional={"rank": SCALARS, "alpha": SCALARS, "dropout": SCALARS}))
-def test_settings_that_are_built_have_their_types(values):
-    config = reads(LoRAConfig.from_mapping, values)
-    assert config is None or (type(config.rank) is int and isinstance(config.dropout, float))
 
 
 @given(NAMES, st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans())

@@ -44,12 +44,6 @@ def longer(rows: list[dict], times: int) -> list[dict]:
     return [{name: repeated(value) for name, value in row.items()} for row in rows]
 
 
-def unequal(rows: list[dict], times: int) -> list[dict]:
-    """Pairs whose second text is repeated."""
-    first, second = rows[0]
-    return [{first: row[first], second: f"{row[second]} " * times} for row in rows]
-
-
 def labels(count: int) -> list[dict]:
     rows = [{"text": f"text {i} " * 9, "label": f"label {i}"} for i in range(count)]
     return rows + [{"text": "again", "label": "label 0"}] * 44
@@ -62,12 +56,6 @@ KINDS = {
         f"{count} pairs": ("embedding", longer(all_pairs(), 20), {"batch_size": count})
         for count in (4, 24)
     },
-    "pairs of recomputed blocks": (
-        "embedding",
-        longer(all_pairs(), 20),
-        {"batch_size": 16, "recompute": "block"},
-    ),
-    "pairs of short and long texts": ("embedding", unequal(all_pairs(), 20), {"batch_size": 16}),
     "triplets": ("embedding", longer(all_triplets(), 20), {"batch_size": 8}),
     "pairs by parts": (
         "embedding",
@@ -101,7 +89,6 @@ WIDE = {"hidden_size": 192, "num_hidden_layers": 4, "intermediate_size": 768}
 MODERN_WIDE = {**MODERN, **WIDE, "intermediate_size": 512}
 PARTS = {"batch_size": 16, "loss": "cached-mnrl", "mini_batch_size": 8}
 ENCODERS = {
-    "4 pairs": (WIDE, 128, {}, {}),
     "recomputed blocks": (WIDE, 64, {"recompute": "block"}, {}),
     "two blocks of four": (WIDE, 128, {}, {"num_layers": 2}),
     "ModernBERT by parts": (MODERN_WIDE, 64, PARTS, {}),

@@ -15,24 +15,12 @@ from mlx_packs.memory.plan import ERROR
 from mlx_packs.memory.read import describe, estimator_of
 from tests.helpers.errors import raises
 from tests.helpers.memory import active_bytes
+from tests.helpers.models import model_of
 from tests.helpers.rows import write_rows
 from tests.helpers.variants import nightly_except
 from tests.helpers.vision_bases import write_vision_base
 
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-
+TEXT = model_of("llama")[1]
 
 # The language models of families that take images and have a plan.
 TEXTS = {name: f.plan for name, f in FAMILIES.items() if f.images and f.plan}

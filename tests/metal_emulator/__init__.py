@@ -4,23 +4,8 @@
 an object that is called like theirs. README.md says how it works and what it catches.
 """
 
-from .kernel import EmulatedKernel, cuda_kernel, emulate, metal_kernel
-from .launch import Call, Definition
-from .passes import compile_call
-from .report import Checks, KernelFault, Report
-from .toolchain import find_toolchain, why_not
+from .kernel import EmulatedKernel, cuda_kernel, metal_kernel
+from .report import Checks, KernelFault
+from .toolchain import why_not
 
-__all__ = [
-    "Call",
-    "Checks",
-    "Definition",
-    "EmulatedKernel",
-    "KernelFault",
-    "Report",
-    "compile_call",
-    "cuda_kernel",
-    "emulate",
-    "find_toolchain",
-    "metal_kernel",
-    "why_not",
-]
+__all__ = ["Checks", "EmulatedKernel", "KernelFault", "cuda_kernel", "metal_kernel", "why_not"]

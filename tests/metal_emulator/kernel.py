@@ -36,8 +36,6 @@ class EmulatedKernel:
         threadgroup: Triple,
         template: Template | None = None,
         init_value: float | None = None,
-        verbose: bool = False,
-        stream: mx.Stream | None = None,
     ) -> list[mx.array]:
         """The outputs; the report of the run is appended to ``reports``."""
         call = Call(
@@ -59,54 +57,17 @@ class EmulatedKernel:
             self._last = (key, *emulate(self.language, self.definition, call, self.checks))
         _, outputs, report = self._last
         self.reports.append(report)
-        if verbose:
-            print(report.source)
         return outputs
 
 
-def metal_kernel(
-    name: str,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    source: str,
-    header: str = "",
-    ensure_row_contiguous: bool = True,
-    atomic_outputs: bool = False,
-    compile_options: object | None = None,
-    *,
-    checks: Checks = Checks(),  # noqa: B008 - frozen
-) -> EmulatedKernel:
+def metal_kernel(*definition, checks: Checks = Checks(), **named) -> EmulatedKernel:  # noqa: B008
     """``mx.fast.metal_kernel`` for this machine."""
-    definition = Definition(
-        name,
-        tuple(input_names),
-        tuple(output_names),
-        source,
-        header,
-        ensure_row_contiguous,
-        atomic_outputs,
-    )
-    return EmulatedKernel("metal", definition, checks)
+    return EmulatedKernel("metal", Definition(*definition, **named), checks)
 
 
-def cuda_kernel(
-    name: str,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    source: str,
-    header: str = "",
-    ensure_row_contiguous: bool = True,
-    shared_memory: int = 0,
-    *,
-    checks: Checks = Checks(),  # noqa: B008 - frozen
-) -> EmulatedKernel:
-    """``mx.fast.cuda_kernel`` for this machine."""
-    if shared_memory:
-        raise KernelFault("launch", name, "dynamic shared memory is not emulated")
-    definition = Definition(
-        name, tuple(input_names), tuple(output_names), source, header, ensure_row_contiguous
-    )
-    return EmulatedKernel("cuda", definition, checks)
+def cuda_kernel(*definition, checks: Checks = Checks(), **named) -> EmulatedKernel:  # noqa: B008
+    """``mx.fast.cuda_kernel`` for this machine, without dynamic shared memory."""
+    return EmulatedKernel("cuda", Definition(*definition, **named), checks)
 
 
 def emulate(

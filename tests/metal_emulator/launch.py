@@ -16,8 +16,8 @@ class Definition:
     """The arguments of ``mx.fast.metal_kernel`` or ``mx.fast.cuda_kernel``."""
 
     name: str
-    input_names: tuple[str, ...]
-    output_names: tuple[str, ...]
+    input_names: Sequence[str]
+    output_names: Sequence[str]
     source: str
     header: str = ""
     ensure_row_contiguous: bool = True

@@ -6,20 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cuda_source, metal_source
+from . import cuda_source, metal_source, toolchain
 from .launch import Call, Definition, Program
 from .lint import lint_llvm, lint_words, threadgroup_bytes
 from .report import Checks, KernelFault, Report
-from .toolchain import (
-    HERE,
-    OPTIMIZED_FLAGS,
-    STRICT_FLAGS,
-    SYNTAX_FLAGS,
-    CompileError,
-    Toolchain,
-    find_toolchain,
-    why_not,
-)
+from .toolchain import HERE, OPTIMIZED_FLAGS, STRICT_FLAGS, SYNTAX_FLAGS, CompileError
 
 METAL_SHIM, CUDA_SHIM = HERE / "shim", HERE / "shim" / "cuda"
 CUDA_SHARED_BYTES = 49152
@@ -33,21 +24,17 @@ class Compiled:
     report: Report
     group: tuple[int, int, int]
     threadgroup_limit: int
-    toolchain: Toolchain
 
     def library(self, cuda: bool) -> Path:
         """The library for the run."""
         try:
-            return self.toolchain.build(self.program.run_text, CUDA_SHIM if cuda else METAL_SHIM)
+            return toolchain.build(self.program.run_text, CUDA_SHIM if cuda else METAL_SHIM)
         except CompileError as error:
             raise KernelFault("compile", self.program.name, str(error)) from None
 
 
 def compile_call(language: str, definition: Definition, call: Call, checks: Checks) -> Compiled:
     """All that can be checked of a call without running it; a broken rule is a ``KernelFault``."""
-    if reason := why_not():
-        raise RuntimeError(f"[emulator] {reason}")
-    toolchain = find_toolchain()
     cuda = language == "cuda"
     call.check(definition, checks)
     program = (cuda_source if cuda else metal_source).prepare(definition, call)
@@ -55,9 +42,9 @@ def compile_call(language: str, definition: Definition, call: Call, checks: Chec
         message = f"{len(program.buffers)} buffers, the limit is {checks.buffers}"
         raise KernelFault("launch", definition.name, message)
     if cuda:
-        used = _check_cuda(toolchain, program)
+        used = _check_cuda(program)
     else:
-        used = _check_metal(toolchain, program) if checks.strict else 0
+        used = _check_metal(program) if checks.strict else 0
     limit = CUDA_SHARED_BYTES if cuda else checks.threadgroup_bytes
     if used > limit:
         message = f"threadgroup arrays take {used} bytes, the limit is {limit}"
@@ -74,7 +61,7 @@ def compile_call(language: str, definition: Definition, call: Call, checks: Chec
         orders=checks.orders,
         threadgroup_bytes=used,
     )
-    return Compiled(program, report, group, limit, toolchain)
+    return Compiled(program, report, group, limit)
 
 
 def private_arrays(definition: Definition, call: Call) -> list[str]:
@@ -83,30 +70,28 @@ def private_arrays(definition: Definition, call: Call) -> list[str]:
     An index that it does not know puts an array into memory of the thread, which is device memory.
     """
     program = metal_source.prepare(definition, call)
-    llvm = _llvm(find_toolchain(), program, program.strict_text, METAL_SHIM, OPTIMIZED_FLAGS)
+    llvm = _llvm(program, program.strict_text, METAL_SHIM, OPTIMIZED_FLAGS)
     return re.findall(r"^\s*(%\S+ = alloca .*)$", llvm, re.MULTILINE)
 
 
 @functools.cache  # a text is the same for many shapes
-def _check_metal(toolchain: Toolchain, program: metal_source.MetalProgram) -> int:
+def _check_metal(program: metal_source.MetalProgram) -> int:
     """The strict pass: types, address spaces, and language that Metal does not have."""
     _refuse(program.name, lint_words(program.source), program.source)
-    llvm = _llvm(toolchain, program, program.strict_text, METAL_SHIM, STRICT_FLAGS)
+    llvm = _llvm(program, program.strict_text, METAL_SHIM, STRICT_FLAGS)
     _refuse(program.name, lint_llvm(llvm, metal=True), program.source)
     return threadgroup_bytes(llvm)
 
 
 @functools.cache
-def _check_cuda(toolchain: Toolchain, program: Program) -> int:
+def _check_cuda(program: Program) -> int:
     """The twin compiles, and computes nothing in double."""
-    llvm = _llvm(toolchain, program, program.run_text, CUDA_SHIM, SYNTAX_FLAGS)
+    llvm = _llvm(program, program.run_text, CUDA_SHIM, SYNTAX_FLAGS)
     _refuse(program.name, lint_llvm(llvm, metal=False), program.source)
     return threadgroup_bytes(llvm)
 
 
-def _llvm(
-    toolchain: Toolchain, program: Program, text: str, include: Path, flags: Sequence[str]
-) -> str:
+def _llvm(program: Program, text: str, include: Path, flags: Sequence[str]) -> str:
     try:
         return toolchain.llvm(text, include, flags)
     except CompileError as error:

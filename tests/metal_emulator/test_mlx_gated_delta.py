@@ -55,6 +55,26 @@ def header(name: str, function: str) -> str:
     return f"{ATOMICS}\nconstant bool save_state = true;\n{body}"
 
 
+def launch(file: str, function: str, inputs: dict, outputs: dict, arguments: str, **more) -> list:
+    """Outputs of a kernel; ``inputs`` has arrays and ``outputs`` shapes, by name."""
+    kernel = metal_kernel(
+        function,
+        [*inputs, "T"],
+        list(outputs),
+        f"{function}<float, Dk, Dv, Hk, Hv, Ckpt>({arguments}, {PLACE});",
+        header(file, function),
+        checks=CHECKS,
+    )
+    return kernel(
+        inputs=[*inputs.values(), mx.array(TOKENS)],
+        template=list(SIZES.items()),
+        output_shapes=list(outputs.values()),
+        output_dtypes=[mx.float32] * len(outputs),
+        **LAUNCH,
+        **more,
+    )
+
+
 def inputs() -> list[mx.array]:
     q, k = (
         mx.random.normal((ROWS, TOKENS, KEY_HEADS, WIDTH), key=mx.random.key(i)) / WIDTH**0.5
@@ -66,61 +86,37 @@ def inputs() -> list[mx.array]:
     return [q, k, v, gates[0], gates[1], state]
 
 
-def forward(q, k, v, decay, beta, state) -> list[mx.array]:
-    """Outputs, last state and the states that the backward pass begins with."""
-    kernel = metal_kernel(
+def loop(q, k, v, decay, beta, state):
+    return reference(q, k, v, mx.log(decay), beta, state)
+
+
+def test_the_kernels_of_mlx_agree():
+    q, k, v, decay, beta, state = arrays = inputs()
+    cache = (ROWS * HEADS, -(-TOKENS // KEPT), VALUES, WIDTH)
+    output, last, states = launch(
+        NAMES[0],
         "gated_delta_seq",
-        ["q", "k", "v", "state_in", "g", "beta", "T"],
-        ["y", "state_out", "state_cache"],
-        f"gated_delta_seq<float, Dk, Dv, Hk, Hv, Ckpt>(q, k, v, state_in, g, beta, y, state_out, "
-        f"T, state_cache, {PLACE});",
-        header(NAMES[0], "gated_delta_seq"),
-        checks=CHECKS,
+        {"q": q, "k": k, "v": v, "state_in": state, "g": decay, "beta": beta},
+        {"y": v.shape, "state_out": state.shape, "state_cache": cache},
+        "q, k, v, state_in, g, beta, y, state_out, T, state_cache",
     )
-    return kernel(
-        inputs=[q, k, v, state, decay, beta, mx.array(TOKENS)],
-        template=list(SIZES.items()),
-        output_shapes=[v.shape, state.shape, (ROWS * HEADS, -(-TOKENS // KEPT), VALUES, WIDTH)],
-        output_dtypes=[mx.float32] * 3,
-        **LAUNCH,
-    )
-
-
-def test_the_forward_kernel_of_mlx_agrees():
-    q, k, v, decay, beta, state = inputs()
-    output, last, _ = forward(q, k, v, decay, beta, state)
-    expected = reference(q, k, v, mx.log(decay), beta, state)
+    expected = loop(*arrays)
     assert mx.allclose(output, expected[0], atol=1e-5).item()
     assert mx.allclose(last, expected[1], atol=1e-5).item()
 
-
-def test_the_gradient_kernel_of_mlx_agrees():
-    q, k, v, decay, beta, state = inputs()
-    _, _, states = forward(q, k, v, decay, beta, state)
     cotangents = [mx.random.normal(x.shape, key=mx.random.key(5)) for x in (v, state)]
-    kernel = metal_kernel(
+    given = dict(zip("q k v g b cot_o cot_h".split(), [*arrays[:5], *cotangents], strict=True))
+    names = ("dq", "dk", "dv", "dg", "db", "dh")
+    found = launch(
+        NAMES[1],
         "gated_delta_vjp_seq",
-        ["q", "k", "v", "g", "b", "cot_o", "cot_h", "state_cache", "T"],
-        ["dq", "dk", "dv", "dg", "db", "dh"],
-        "gated_delta_vjp_seq<float, Dk, Dv, Hk, Hv, Ckpt>(q, k, v, g, b, cot_o, cot_h, state_cache, "
-        "T, (device mlx_atomic<float>*)dq, (device mlx_atomic<float>*)dk, dv, "
-        f"(device mlx_atomic<float>*)dg, (device mlx_atomic<float>*)db, dh, {PLACE});",
-        header(NAMES[1], "gated_delta_vjp_seq"),
-        checks=CHECKS,
-    )
-    found = kernel(
-        inputs=[q, k, v, decay, beta, *cotangents, states, mx.array(TOKENS)],
-        template=list(SIZES.items()),
-        output_shapes=[x.shape for x in (q, k, v, decay, beta, state)],
-        output_dtypes=[mx.float32] * 6,
+        given | {"state_cache": states},
+        {name: x.shape for name, x in zip(names, arrays, strict=True)},
+        "q, k, v, g, b, cot_o, cot_h, state_cache, T, "
+        "(device mlx_atomic<float>*)dq, (device mlx_atomic<float>*)dk, dv, "
+        "(device mlx_atomic<float>*)dg, (device mlx_atomic<float>*)db, dh",
         init_value=0.0,
-        **LAUNCH,
     )
-
-    def loop(q, k, v, decay, beta, state):
-        return reference(q, k, v, mx.log(decay), beta, state)
-
-    _, expected = mx.vjp(loop, [q, k, v, decay, beta, state], cotangents)
-    names = ("q", "k", "v", "g", "beta", "state")
+    _, expected = mx.vjp(loop, arrays, cotangents)
     for name, ours, theirs in zip(names, expected, found, strict=True):
         assert mx.allclose(theirs, ours, rtol=1e-4, atol=1e-4).item(), name

@@ -57,104 +57,73 @@ def headers() -> str:
     return TYPE_TRAITS + text("steel/gemm/gemm.h") + text("quantized_utils.h") + quantized
 
 
-def operands(rows: int, width: int, outputs: int, dtype: mx.Dtype):
-    """x, the quantized matrix, and their product on the CPU.
-
-    The product is in float32: in 16 bits the CPU also sums in 16 bits, which is ten times worse.
+QMV = """
+    qmv_impl<T, GROUP_SIZE, BITS>(
+        w, scales, biases, x, y, K, N, threadgroup_position_in_grid,
+        simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
     """
+QMM = """
+    threadgroup T x_tile[32 * (32 + 16 / sizeof(T))];
+    threadgroup T w_tile[32 * (32 + 16 / sizeof(T))];
+    qmm_t_impl<T, GROUP_SIZE, BITS, false>(
+        w, scales, biases, x, y, x_tile, w_tile, K, N, M, K, threadgroup_position_in_grid,
+        thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    """
+
+
+def error(source: str, rows: int, width: int, outputs: int, dtype: mx.Dtype, **more) -> float:
+    """The error of y of one of MLX's kernels, relative to the largest value."""
     x = mx.random.normal((rows, width), key=mx.random.key(1)).astype(dtype)
     matrix = mx.random.normal((outputs, width), key=mx.random.key(2)).astype(dtype)
     packed = mx.quantize(matrix, group_size=GROUP_SIZE, bits=BITS)
+    # in float32: in 16 bits the CPU also sums in 16 bits, which is ten times worse
     wide = [a.astype(mx.float32) for a in (x, *packed[1:])]
     product = mx.quantized_matmul(
         wide[0], packed[0], *wide[1:], group_size=GROUP_SIZE, bits=BITS, stream=mx.cpu
     )
-    return x, packed, product
 
-
-def qmv(rows: int, width: int, outputs: int, dtype: mx.Dtype, checks: Checks = ONE_ORDER):
-    """y of MLX's matrix-vector kernel, and the product to compare with."""
-    x, packed, product = operands(rows, width, outputs, dtype)
+    is_vector = source is QMV
     kernel = metal_kernel(
-        "qmv",
-        ["w", "scales", "biases", "x", "in_vec_size", "out_vec_size"],
-        ["y"],
-        """
-        qmv_impl<T, GROUP_SIZE, BITS>(
-            w, scales, biases, x, y, in_vec_size, out_vec_size, threadgroup_position_in_grid,
-            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-        """,
-        headers(),
-        checks=checks,
-    )
-    y = kernel(
-        inputs=[*packed, x, mx.array(width), mx.array(outputs)],
-        template=[("T", dtype), ("GROUP_SIZE", GROUP_SIZE), ("BITS", BITS)],
-        grid=(32 * rows, 2 * -(-outputs // 8), 1),
-        threadgroup=(32, 2, 1),
-        output_shapes=[(rows, outputs)],
-        output_dtypes=[dtype],
-    )[0]
-    return y, product
-
-
-def qmm(
-    rows: int, width: int, outputs: int, dtype: mx.Dtype, header: str, checks: Checks = NOT_STRICT
-):
-    """y of MLX's tiled matrix-matrix kernel (simdgroup matrices), and the product."""
-    x, packed, product = operands(rows, width, outputs, dtype)
-    kernel = metal_kernel(
-        "qmm",
+        "product",
         ["w", "scales", "biases", "x", "K", "N", "M"],
         ["y"],
-        """
-        threadgroup T x_tile[32 * (32 + 16 / sizeof(T))];
-        threadgroup T w_tile[32 * (32 + 16 / sizeof(T))];
-        qmm_t_impl<T, GROUP_SIZE, BITS, false>(
-            w, scales, biases, x, y, x_tile, w_tile, K, N, M, K, threadgroup_position_in_grid,
-            thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-        """,
-        header,
-        checks=checks,
+        source,
+        more.get("header") or headers(),
+        checks=more.get("checks") or (ONE_ORDER if is_vector else NOT_STRICT),
     )
-    y = kernel(
+    tiles = (32 * -(-outputs // 32), 2 * -(-rows // 32), 2)
+    (y,) = kernel(
         inputs=[*packed, x, mx.array(width), mx.array(outputs), mx.array(rows)],
         template=[("T", dtype), ("GROUP_SIZE", GROUP_SIZE), ("BITS", BITS)],
-        grid=(32 * -(-outputs // 32), 2 * -(-rows // 32), 2),
-        threadgroup=(32, 2, 2),
+        grid=(32 * rows, 2 * -(-outputs // 8), 1) if is_vector else tiles,
+        threadgroup=(32, 2, 1) if is_vector else (32, 2, 2),
         output_shapes=[(rows, outputs)],
         output_dtypes=[dtype],
-    )[0]
-    return y, product
-
-
-def error(y: mx.array, product: mx.array) -> float:
-    y, product = y.astype(mx.float32), product.astype(mx.float32)
-    return (mx.abs(y - product).max() / mx.abs(product).max()).item()
+    )
+    return (mx.abs(y.astype(mx.float32) - product).max() / mx.abs(product).max()).item()
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("outputs", [12, 6])
-def test_qmv_agrees_with_mlx(outputs, dtype):
-    assert error(*qmv(3, 320, outputs, dtype)) < BOUNDS[dtype]
-
-
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_qmm_with_edge_tiles_agrees_with_mlx(dtype):
-    assert error(*qmm(33, 128, 40, dtype, headers())) < BOUNDS[dtype]
+@pytest.mark.parametrize(
+    ("source", "sizes"),
+    [(QMV, (3, 320, 12)), (QMV, (3, 320, 6)), (QMM, (33, 128, 40))],
+    ids=["qmv", "qmv_of_part_of_a_tile", "qmm_with_edge_tiles"],
+)
+def test_kernels_of_mlx_agree_with_mlx(source, sizes, dtype):
+    assert error(source, *sizes, dtype) < BOUNDS[dtype]
 
 
 def test_kernels_of_mlx_pass_in_each_order_of_threads():
     checks = Checks(low_precision=True)
-    assert error(*qmv(2, 320, 12, mx.float32, checks)) < BOUNDS[mx.float32]
+    assert error(QMV, 2, 320, 12, mx.float32, checks=checks) < BOUNDS[mx.float32]
     checks = replace(checks, strict=False)
-    assert error(*qmm(33, 64, 40, mx.float32, headers(), checks)) < BOUNDS[mx.float32]
+    assert error(QMM, 33, 64, 40, mx.float32, checks=checks) < BOUNDS[mx.float32]
 
 
 def test_qmv_that_moves_its_last_tile_back_writes_twice():
     """Ten outputs: two simdgroups write the same values to rows 6 and 7. True, and seen."""
     with pytest.raises(KernelFault, match="race"):
-        qmv(1, 320, 10, mx.float32)
+        error(QMV, 1, 320, 10, mx.float32)
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -167,7 +136,7 @@ def test_each_barrier_of_qmm_is_needed(number):
         at = text.index(barrier, at + 1)
     without = text[:at] + " " * len(barrier) + text[at + len(barrier) :]
     with pytest.raises(KernelFault, match="race"):
-        qmm(33, 128, 40, mx.float32, without)
+        error(QMM, 33, 128, 40, mx.float32, header=without)
 
 
 def test_word_linter_accepts_the_headers_of_mlx():

@@ -9,7 +9,6 @@ from .samples import BOUNDS, CUDA, N, expected
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 WRITTEN = "__syncthreads();  // parts written"
-LAST = "y[row] = T(total(parts, SIMDGROUPS) * scale[0]);"
 SUM = "sum = warp_sum(sum);"
 
 # A thread that comes too early finds memory that nobody has written, or races with the writer.
@@ -20,24 +19,12 @@ EARLY = "race|uninitialised"
 BUGS = {
     "missing_barrier": (EARLY, "parts", (WRITTEN, "")),
     "barrier_of_the_warp_only": (EARLY, "parts", (WRITTEN, "__syncwarp();")),
-    "barrier_in_half_the_lanes": ("divergence", "barrier", (WRITTEN, f"if (lane < 16) {WRITTEN}")),
     "shuffle_in_half_the_lanes": ("divergence", "__shfl_xor_sync", (SUM, f"if (lane < 16) {SUM}")),
     "mask_of_half_the_lanes": ("lane", "mask", ("0xffffffff", "0xffff")),
     "shuffle_from_lane_32": (
         "lane",
         "lane 64",
         (SUM, f"sum += 0.0f * __shfl_sync(0xffffffff, sum, lane + 2); {SUM}"),
-    ),
-    "shared_array_one_short": (
-        "bounds",
-        "outside an array",
-        ("parts[SIMDGROUPS];", "parts[SIMDGROUPS - 1];"),
-    ),
-    "write_to_an_input": ("bounds", "read only", (LAST, f"{{ ((T*)x)[0] = T(1); {LAST} }}")),
-    "shared_memory_not_written": (
-        "uninitialised",
-        "parts",
-        ("if (lane == 0) parts", "if (thread_index == 0) parts"),
     ),
     "local_accumulator_not_set": (
         "compile",

@@ -3,16 +3,13 @@
 import mlx.core as mx
 import pytest
 
-from . import Checks, KernelFault, find_toolchain, metal_kernel, why_not
-from .samples import BOUNDS, METAL, N, expected, inputs, run
-from .toolchain import LOCAL_BOUNDS_CLANG
+from . import Checks, KernelFault, metal_kernel, why_not
+from .samples import BOUNDS, METAL, N, expected, run
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 WRITTEN = "threadgroup_barrier(mem_flags::mem_threadgroup);  // parts written"
-READ = "threadgroup_barrier(mem_flags::mem_threadgroup);  // parts read"
 LAST = "y[row] = T(total(parts, SIMDGROUPS) * scale[0]);"
-BUTTERFLY = "for (ushort m = {}; m > 0; m /= 2) sum += metal::simd_shuffle_xor(sum, m);"
 SUM = "sum = metal::simd_sum(sum);"
 TOTAL = "inline float total"
 
@@ -36,13 +33,7 @@ EARLY = "race|uninitialised"
 # name: (kind of the fault, a word of its message, the changes of the text)
 RUN = {
     "missing_barrier": (EARLY, "parts", (WRITTEN, "")),
-    "missing_second_barrier": ("race", "parts", (READ, "")),
     "barrier_without_memory": (EARLY, "parts", instead_of_written("mem_threadgroup", "mem_none")),
-    "barrier_of_device_memory": (
-        EARLY,
-        "parts",
-        instead_of_written("mem_threadgroup", "mem_device"),
-    ),
     "barrier_of_the_simdgroup_only": (
         EARLY,
         "parts",
@@ -50,7 +41,6 @@ RUN = {
     ),
     "all_lanes_write": ("race", "parts", ("if (lane == 0) parts", "parts")),
     "groups_write_the_same_rows": ("race", "threadgroup 1", (LAST, LAST.replace("[row]", "[r]"))),
-    "sum_without_atomic": (EARLY, "`y`", ("if (thread_index == 0 && inside) y[row] =", "y[0] +=")),
     "barrier_in_half_the_lanes": ("divergence", "barrier", (WRITTEN, f"if (lane < 16) {WRITTEN}")),
     "early_return": ("divergence", "has ended", before_sum("if (thread_index > 40) return;")),
     "simd_sum_in_half_the_lanes": ("divergence", "simd_sum", before_sum("if (lane < 16)")),
@@ -60,18 +50,11 @@ RUN = {
         (WRITTEN, f"if (simd == 0) {WRITTEN}\n else threadgroup_barrier(mem_flags::mem_none);"),
     ),
     "missing_row_test": ("bounds", "`x`", ("row < N", "true")),
-    "missing_row_test_at_the_store": ("bounds", "`y`", (" && inside", "")),
-    "read_before_the_start": ("bounds", "offset -", ("x[k]", "x[int(k) - 1]")),
     "wild_pointer": ("bounds", "far from every array", ("x[k]", "x[k + 0x7fffffff]")),
     "threadgroup_array_one_short": (
         "bounds",
         "outside an array",
         ("parts[SIMDGROUPS];", "parts[SIMDGROUPS - 1];"),
-    ),
-    "private_array_overrun": (
-        "bounds",
-        "outside an array",
-        before_sum("float a[4]; for (int i = 0; i <= ROWS * 2; i++) a[i] = sum; sum = a[r];"),
     ),
     "private_array_overrun_through_a_pointer": (
         "bounds",
@@ -91,7 +74,6 @@ RUN = {
         "parts",
         ("if (lane == 0) parts", "if (thread_index == 0) parts"),
     ),
-    "output_read_before_written": ("uninitialised", "`y`", (LAST, LAST.replace("=", "+="))),
     "output_never_written": ("unwritten", "`y`", ("row < N", "row < N - 1")),
     "shuffle_from_lane_32": (
         "lane",
@@ -103,13 +85,11 @@ RUN = {
         "aligned",
         before_sum("if (inside) sum += ((const device float4*)(x + 1))->x;"),
     ),
-    "shift_by_32": ("undefined", "shift", before_sum("sum += float(1 << (N * ROWS + 22 + r));")),
     "signed_overflow": (
         "undefined",
         "overflow",
         before_sum("int big = 0x7fffffff - int(lane); sum += float(big + int(lane) + r);"),
     ),
-    "division_by_zero": ("undefined", "zero", before_sum("sum += float(int(lane) / r);")),
     "too_much_threadgroup_memory": (
         "threadgroup memory",
         "limit is 32768",
@@ -131,9 +111,6 @@ def test_the_kernel_without_bugs_is_right(dtype):
 
 @pytest.mark.parametrize("bug", RUN)
 def test_run_sees(bug):
-    if bug == "private_array_overrun_through_a_pointer":
-        if find_toolchain().version < LOCAL_BOUNDS_CLANG:
-            pytest.skip("this clang is too old for -fsanitize=local-bounds: pip install ziglang")
     kind, word, *changes = RUN[bug]
     seen = METAL.fault(*changes)
     assert seen.kind in kind.split("|") and word in seen.message, seen
@@ -153,7 +130,6 @@ STRICT = {
         before_sum("sum += ((const device float*)parts)[0];"),
     ),
     "write_through_constant": ("compile", "read-only|const", (LAST, f"scale[0] = 1.0f; {LAST}")),
-    "double": ("lint", "double", before_sum("double wide = sum; sum = wide;")),
     "double_literal": ("lint", "double", ("* scale[0]", "* 1.0 * scale[0]")),
     "local_accumulator_not_set": (
         "compile",
@@ -172,7 +148,6 @@ STRICT = {
         before_sum("auto f = &metal::simd_is_first; if (f()) sum += 0.0f;"),
     ),
     "new": ("compile", "poisoned", before_sum("thread float* q = new float(1.0f);")),
-    "goto": ("compile", "poisoned", before_sum("if (r > 5) goto end; end:")),
     "standard_library": ("compile", "std", before_sum("sum = std::max(sum, 0.0f);")),
     "unknown_function": (
         "lint",
@@ -181,20 +156,10 @@ STRICT = {
         before_sum("sum += secret(sum);"),
     ),
     "global_variable": ("lint", "outlives", before_total("int calls = 0;"), before_sum("calls++;")),
-    "constant_outside_constant_memory": (
-        "lint",
-        "`constant` memory",
-        before_total("constexpr int Width = 4;"),
-    ),
     "variable_length_array": (
         "compile",
         "variable length",
         before_sum("float kept[r + 1]; kept[0] = sum;"),
-    ),
-    "lambda": (
-        "lint",
-        "lambda",
-        before_sum("auto twice = [](float v) { return v + v; }; sum = twice(sum);"),
     ),
     "threadgroup_array_in_a_helper": (
         "compile",
@@ -211,11 +176,6 @@ def test_strict_pass_sees(bug):
     assert seen.kind == kind and any(w in seen.message for w in word.split("|")), seen
 
 
-def test_accumulator_not_set_is_nan_in_the_run():
-    bug = METAL.planted(STRICT["local_accumulator_not_set"][2])
-    assert mx.isnan(bug.run(checks=Checks(strict=False))[0]).all()
-
-
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize(
     "changes",
@@ -228,32 +188,6 @@ def test_accumulator_not_set_is_nan_in_the_run():
 def test_arithmetic_in_16_bits_is_counted(changes, dtype):
     assert METAL.fault(*changes, dtype=dtype).kind == "precision"
     assert METAL.planted(*changes).run(dtype, Checks(low_precision=True))[0].shape == (N,)
-
-
-def test_rounding_in_the_loop_shows_in_the_report():
-    """An accumulator that is float by type but rounded each time: the count of roundings tells."""
-    bug = METAL.planted(
-        ("sum += float(x[k]) * float(w[k]);", "sum = T(sum + float(x[k]) * float(w[k]));")
-    )
-    assert bug.run(mx.float16)[1].reports[-1].roundings > 50 * N
-
-
-def test_reduction_over_half_the_lanes_shows_against_the_reference():
-    """No rule is broken, only the sum is wrong: the comparison with the reference must tell."""
-    right = METAL.planted((SUM, BUTTERFLY.format(16))).run()[0]
-    wrong = METAL.planted((SUM, BUTTERFLY.format(8))).run()[0]
-    assert mx.abs(right - expected(mx.float32)).max() < 1e-5
-    assert mx.abs(wrong - expected(mx.float32)).max() > 1e-2
-
-
-def test_inputs_in_the_wrong_order_are_seen():
-    x, w, scale = inputs(mx.float32)
-    assert METAL.fault(inputs=[w, x, scale]).kind == "bounds"
-    assert METAL.fault(inputs=[x, scale, w]).kind == "compile"  # `scale` is small: constant memory
-
-
-def test_grid_in_groups_instead_of_threads_leaves_output_unwritten():
-    assert METAL.fault(grid=(-(-N // 2), 1, 1)).kind in ("unwritten", "uninitialised")
 
 
 def test_too_many_threads_are_refused():
@@ -292,39 +226,20 @@ def test_result_that_depends_on_the_order_of_threads_is_seen():
         run(body, mx.arange(16), dtype=mx.int32)
 
 
-@pytest.mark.parametrize(
-    ("memory", "right", "wrong"),
-    [
-        ("parts[lane + 32 * simd]", "simdgroup_barrier(mem_flags::mem_threadgroup)", ""),
-        (
-            "y[i]",
-            "threadgroup_barrier(mem_flags::mem_device)",
-            "simdgroup_barrier(mem_flags::mem_none)",
-        ),
-    ],
-    ids=["threadgroup", "device"],
-)
-def test_neighbours_exchange_through_memory_behind_the_right_barrier(memory, right, wrong):
+def test_neighbours_exchange_through_memory_behind_a_barrier():
     """A lane reads what its neighbour in the simdgroup has written."""
     body = """
     threadgroup float parts[64];
     uint i = thread_position_in_grid.x;
-    uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
-    MEMORY = a[i];
-    BARRIER;
-    lane ^= 1;
-    i ^= 1;
-    float seen = MEMORY;
-    threadgroup_barrier(mem_flags::mem_threadgroup_and_device);
-    y[i] = seen + parts[0] * 0.0f;
-    """.replace("MEMORY", memory)
-    if memory == "y[i]":
-        body = body.replace(" + parts[0] * 0.0f", "")
-
+    parts[i] = a[i];
+    {}
+    y[i] = parts[i ^ 1];
+    """
     a = mx.arange(64).astype(mx.float32)
-    assert run(body.replace("BARRIER", right), a).tolist() == list(range(64))
-    with pytest.raises(KernelFault, match="race|uninitialised"):
-        run(body.replace("BARRIER", wrong), a)
+    right = body.format("simdgroup_barrier(mem_flags::mem_threadgroup);")
+    assert run(right, a).tolist() == [i ^ 1 for i in range(64)]
+    with pytest.raises(KernelFault, match=EARLY):
+        run(body.format(""), a)
 
 
 def test_matrix_multiply_in_half_the_lanes_is_divergence():

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from mlx.utils import tree_flatten
+
 from mlx_packs.ops import nf4
 from mlx_packs.runtime import mx
 from tests.helpers.variants import slow_except
@@ -25,6 +27,22 @@ def output_and_gradients(function: Callable, arrays: list[mx.array]) -> list[mx.
     weight = mx.random.normal(arrays[0].shape, key=mx.random.key(1))
     (output,), gradients = mx.vjp(lambda *a: [function(*a)], arrays, [weight])
     return [output, *gradients]
+
+
+def outputs_and_gradients(op: Callable, trained: list, *others) -> list[mx.array]:
+    """The outputs of an op on several projections, and the gradients of what is trained.
+
+    Of a weighted sum of all outputs, in the order of the arguments.
+    """
+    results = op(*trained, *others)
+    weights = [mx.random.normal(y.shape, key=mx.random.key(i)) for i, y in enumerate(results)]
+
+    def loss(*trained):
+        results = op(*trained, *others)
+        return sum((y * w).sum() for y, w in zip(results, weights, strict=True))
+
+    gradients = mx.grad(loss, argnums=tuple(range(len(trained))))(*trained)
+    return [*results, *(gradient for _, gradient in tree_flatten(list(gradients)))]
 
 
 def quantized_weight(outputs: int, depth: int, double_quant: bool) -> nf4.NF4Weight:

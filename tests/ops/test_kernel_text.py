@@ -26,13 +26,10 @@ ROOT = Path(__file__).parents[2]
 # Bugs of the loop over the columns of x that no launch with one tile a group shows, and of `up`.
 MUTANTS = {
     "every_second_tile_skipped": ("column0 += DEPTH", "column0 += 2 * DEPTH"),
-    "row_of_a_from_the_chunk": ("size_t(column0 + k)", "size_t(begin + k)"),
     "column_of_x_from_the_chunk": ("row0, column0, index)", "row0, begin, index)"),
-    "half_of_the_columns_skipped": ("k0 += LANES_OF_K * AHEAD", "k0 += 2 * LANES_OF_K * AHEAD"),
     "last_tile_as_wide_as_the_others": ("min(DEPTH, end - column0)", "min(DEPTH, depth)"),
     "first_part_alone": ("p < parts", "p < 1"),
     "second_of_a_tail_dropped": ("count > 1 ?", "count > 2 ?"),
-    "third_row_instead_of_fourth": ("at + 3 * size_t(depth)", "at + 2 * size_t(depth)"),
 }
 
 

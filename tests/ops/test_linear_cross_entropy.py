@@ -122,10 +122,6 @@ def test_logits_of_some_tokens_are_those_of_all_logits(monkeypatch, name):
     assert mx.allclose(gradient, wanted, atol=1e-4).item()
 
 
-def test_frozen_head_is_none_for_other_modules():
-    assert frozen_head(nn.Sequential(nn.Linear(4, 4))) is None
-
-
 @pytest.mark.parametrize("matmul_path", slow_except(["dense", "transient"], "transient"))
 def test_linear_cross_entropy_never_holds_all_logits_or_the_dense_head(matmul_path):
     vocab, rows, width = 32768, 512, 256

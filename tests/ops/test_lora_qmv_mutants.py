@@ -20,14 +20,7 @@ QMV_LOOP = "int k = lane * EIGHTS * 8; k < depth; k += LANES * EIGHTS * 8"
 DOWN_LOOP = "int k = lane * 8; k < depth; k += LANES * 8"
 MUTANTS = {
     "every_second_turn": (QMV_LOOP, QMV_LOOP.replace("+= LANES", "+= 2 * LANES"), PLAIN),
-    "lanes_overlap": (QMV_LOOP, QMV_LOOP.replace("= lane * EIGHTS", "= lane"), PLAIN),
     "no_tail_of_columns": (QMV_LOOP, QMV_LOOP.replace("k <", "k + LANES * EIGHTS * 8 <="), PLAIN),
-    "second_eight_is_the_first": ("+ k + 8 * e, v[r]", "+ k, v[r]", PLAIN),
-    "rows_past_the_end": (
-        "min(r, rows - 1)) * depth + k + 8",
-        "min(r, rows)) * depth + k + 8",
-        MANY,
-    ),
     "scale_and_bias_swapped": (
         "(scale, part, multiply_add(bias, total",
         "(bias, part, multiply_add(scale, total",
@@ -35,15 +28,10 @@ MUTANTS = {
     ),
     "scale_of_the_first_group": ("(depth / GROUP) + k / GROUP", "(depth / GROUP)", PLAIN),
     "second_word_is_the_first": ("word[1] = both.y", "word[1] = both.x", PLAIN),
-    "one_lane_alone": ("sum_of_lanes(sum[r][o])", "sum[r][o]", PLAIN),
     "outputs_past_the_end_stored": ("r < rows && output0 + o < outputs", "r < rows", PLAIN),
-    "stored_in_the_first_row": ("y[size_t(r) * outputs", "y[size_t(0) * outputs", MANY),
     "no_tail_of_columns_of_a": (DOWN_LOOP, DOWN_LOOP.replace("k <", "k + LANES * 8 <="), PLAIN),
-    "ranks_past_the_end": ("if (rank >= RANKS) return;", "", PLAIN._replace(ranks=(5, 0, 4))),
     "h_of_other_rows": ("h[size_t(r) * RANKS + rank]", "h[rank + size_t(r)]", MANY),
-    "last_rank_missing": ("r < R; r++", "r < R - 1; r++", PLAIN),
     "b_by_columns": ("b[size_t(r) * outputs + column]", "b[size_t(column) * R + r]", PLAIN),
-    "mean_of_a_quarter": ("(LANES * COLUMNS)", "LANES", HEADS),
     "no_epsilon": (" + epsilon)", ")", HEADS),
     "sigmoid_of_the_negative": ("exponential(-gate)", "exponential(gate)", GATED),
     "up_from_the_ranks_of_gate": ("adapted<T, R1, R0, RANKS>", "adapted<T, R1, 0, RANKS>", GATED),

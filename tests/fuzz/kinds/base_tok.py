@@ -12,43 +12,29 @@ from tests.fuzz.subjects import ORDINARY, write_base, write_chats
 TEMPLATES = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 600000000 }}",
-    "{{ 'a' * 20000000000 }}",
     "{{ 9 ** 99999999 }}",
-    "{{ 1 / 0 }}",
     "{% if %}",
     "{{ nothing.there }}",
     "{{ raise_exception('no \x1b]0;owned\x07') }}",
     "{{ ''.__class__.__mro__ }}",
     "{{ messages[99].content }}",
-    "{{ messages | map(attribute='role') | list | tojson }}",
     "{{ '\x1b[31m' }}{{ messages[0].content }}\u202e",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% include 'x' %}",
-    "{{ cycler }}{{ lipsum() }}",
     "{{ '%1000000000d' | format(1) }}",
-    "{{ 'x' | center(3000000000) }}",
-    "{{ messages }}" * 3,
-    "{{ [1] * 99999999999 }}",
     "{{ range(10**12) | list }}",
     "{{ ('a,' * 9999999).split(',') | join('b' * 9999) }}",
     "",
 )
-CONFIG, TEMPLATE, SPECIAL = (
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-)
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+SPECIAL = "special_tokens_map.json"
 TOKENS = b'{"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "lstrip": false}}'
 MORE = {
     "auto_map": {"AutoTokenizer": ["x.T", None]},
     "chat_template": "{{ messages }}",
     "chat_template_type": "x",
     "tool_parser_type": "json_tools",
-    "tokenizer_file": "../elsewhere/file",
     "vocab_file": "/dev/zero",
     "added_tokens_decoder": {"300": {"content": "x", "special": True}},
-    "bos_token": "<s>",
-    "extra_special_tokens": {"image_token": "<i>"},
     "fix_mistral_regex": True,
 }
 CLASSES = "Qwen2Tokenizer LlamaTokenizer GPT2TokenizerFast BertTokenizer T5Tokenizer None"

@@ -26,13 +26,10 @@ MORE = {
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "text_config": {"vocab_size": 307, "model_type": "qwen3"},
     "rope_scaling": {"type": "linear", "factor": 2.0},
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     "torch_dtype": "bfloat16",
-    "dtype": "float32",
     "model_file": "model.py",
     "auto_map": {"AutoModelForCausalLM": "model.Model", "AutoTokenizer": "model.Tokenizer"},
     "architectures": ["Qwen3ForCausalLM"],
-    "layer_types": ["full_attention", "sliding_attention"],
     "sliding_window": 16,
 }
 FAMILIES = "llama gemma2 gemma3_text phi3 gpt2 qwen2 qwen3_moe mixtral mamba qwen3_next olmo2"

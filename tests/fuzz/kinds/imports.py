@@ -12,15 +12,11 @@ MORE = {
     "use_dora": True,
     "use_rslora": True,
     "rank_pattern": {"q_proj": 4},
-    "alpha_pattern": {"q_proj": 4},
     "modules_to_save": ["lm_head"],
-    "layers_to_transform": [0],
     "target_modules": "all-linear",
-    "fan_in_fan_out": True,
     "bias": "lora_only",
     "fine_tune_type": "dora",
     "num_layers": -1,
-    "trainable_token_indices": [1],
 }
 
 
