@@ -1,8 +1,10 @@
-"""Parts of the package that a module loads by name, so that it does not depend on theirs."""
+"""What the package loads by name: observers, and the parts that only a CPU needs."""
 
 import functools
 import pkgutil
 from typing import Any
+
+CPU_PARTS = {"blas": "cpu.blas:bind", "profile": "cpu.profile:CPU"}
 
 
 @functools.cache

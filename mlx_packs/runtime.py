@@ -27,7 +27,7 @@ _MEMORY_LIMITS = [  # of a container, by cgroups 2 and 1
 ]
 
 _PROCESS = os.getpid()  # that loaded MLX, whose threads a fork of it lacks
-BLAS = late.load("cpu.blas:bind")()
+BLAS = late.load(late.CPU_PARTS["blas"])()
 
 
 @atexit.register

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 
 from ..errors import PackError
+from ..nn.blocks import GROUPED_BLOCKS
 from ..nn.lora import (
     AdaptedEmbedding,
     AdaptedLinear,
@@ -269,7 +270,7 @@ def add_adapters(attached: Attached, dropout: float, seed: int) -> None:
         kind = block_kind(modules[path])
         shared = make_lora([by_name.get(name) for name in kind.shared])
         last = make_lora([by_name.get(kind.last)])
-        swapped.append((path, kind.replaced(modules[path], shared, last)))
+        swapped.append((path, GROUPED_BLOCKS[kind](modules[path], shared, last)))
 
     recurrent = ((path, recurrent_layer(module)) for path, module in modules.items())
     attached.swap(swapped + [(path, layer) for path, layer in recurrent if layer is not None])

@@ -21,7 +21,7 @@ from .lora import GroupedLoRA
 from .prefix import PrefixCache, PrefixKeys, PrefixLevels
 from .recompute import recomputed
 from .segments import SegmentCache
-from .surgery import ATTENTION, GroupedBlock, block_kind
+from .surgery import ATTENTION, MLP, GroupedBlock, block_kind
 
 
 class GroupedAttention(GroupedBlock):
@@ -221,6 +221,9 @@ def _projected(
 
 def _present(*modules: nn.Module | None) -> list[nn.Module]:
     return [module for module in modules if module is not None]
+
+
+GROUPED_BLOCKS = {ATTENTION: GroupedAttention, MLP: GroupedMLP}  # by what they replace
 
 
 def _decoded(

@@ -11,10 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from ..late import load
 from ..ops import dispatch
 from ..ops.gated_delta import CHUNK, gated_delta
-from .lora import GroupedLoRA
 
 
 class GroupedBlock(nn.Module):
@@ -27,21 +25,13 @@ class GroupedBlock(nn.Module):
 class BlockKind:
     """A kind of block that a `GroupedBlock` replaces."""
 
-    code: str  # the class, which takes the block and the adapters of its two groups
     shared: tuple[str, ...]  # projections that read the input of the block
     last: str  # the projection that reads what these become
 
-    def replaced(
-        self, block: nn.Module, shared: GroupedLoRA | None, last: GroupedLoRA | None
-    ) -> GroupedBlock:
-        return load(self.code)(block, shared, last)
 
-
-ATTENTION = BlockKind("nn.blocks:GroupedAttention", ("q_proj", "k_proj", "v_proj"), "o_proj")
-_KINDS = {
-    "Attention": ATTENTION,
-    "MLP": BlockKind("nn.blocks:GroupedMLP", ("gate_proj", "up_proj"), "down_proj"),
-}
+ATTENTION = BlockKind(("q_proj", "k_proj", "v_proj"), "o_proj")
+MLP = BlockKind(("gate_proj", "up_proj"), "down_proj")
+_KINDS = {"Attention": ATTENTION, "MLP": MLP}
 # Modules of mlx-lm whose attention has q_proj, k_proj, v_proj, o_proj, rope, scale (and q_norm,
 # k_norm).
 _FAMILIES = ("mlx_lm.models.qwen3", "mlx_lm.models.qwen2", "mlx_lm.models.llama")

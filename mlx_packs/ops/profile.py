@@ -107,7 +107,7 @@ def profile() -> Profile:
     if _forced is not None:
         return _forced
     if runtime.on_cpu():
-        return late.load("cpu.profile:CPU")
+        return late.load(late.CPU_PARTS["profile"])
     return GPU
 
 

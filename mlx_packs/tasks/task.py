@@ -139,6 +139,15 @@ class Task(ABC):
         """Return the recipe of a run, after what has to be written before its base is loaded."""
         return recipe
 
+    @staticmethod  # noqa: B027 - most tasks need no more
+    def join_ranks(lora: LoRAConfig) -> None:
+        """Let ranks do more than share the batches of a run; called before the base is read."""
+
+    @staticmethod
+    def trained_here(trainable: Trainable, display: Display) -> Trainable:
+        """Return what this rank trains of what the run trains."""
+        return trainable
+
     def check(self, name: str, model_type: str) -> None:
         """Check that base and settings go with the task; called before and after loading."""
         check_task(self.train.task, name, model_type)

@@ -9,7 +9,6 @@ from ..adapters.trainable import Trainable
 from ..bases.geometry import is_embedding
 from ..display import VERBOSE, Display, shown_count
 from ..errors import PackError, errors_of, library_errors
-from ..late import load
 from ..nn.frozen_weight import frozen_weight
 from ..nn.quantized import bare_module
 from ..nn.wrapped import NoisyEmbedding, trained_module
@@ -19,7 +18,7 @@ from ..packs.compatibility import check_base
 from ..packs.pack import Pack
 from ..reading import read_header
 from ..runtime import mx
-from ..tasks.task import Binding
+from ..tasks.task import Binding, task_class
 from .fit import Objectives
 from .planning import reads_limited
 from .prepare import FLAG, InitialAdapters, PreparedRun
@@ -62,8 +61,7 @@ def attached(prepared: PreparedRun) -> Iterator[Trainable]:
         if prepared.initial is not None:
             load_adapters(trainable, prepared.initial)
         trainable.recompute(memory.recompute)
-        if run.train.pipeline:
-            trainable = load("extras.pipeline.adapters:of_stage")(trainable, run.display)
+        trainable = task_class(run.train.tasks[-1], run.train).trained_here(trainable, run.display)
 
         with reads_limited(prepared.base, memory.plan):
             yield trainable

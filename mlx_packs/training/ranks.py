@@ -15,7 +15,7 @@ from ..distributed.group import Group, group, join
 from ..distributed.join import joined_ranks, when_gone
 from ..distributed.link import GONE
 from ..errors import PackError, RunStopped
-from ..late import load
+from ..tasks.task import task_class
 from .run_folder import RunFolder, output_folders, run_folder
 
 
@@ -86,8 +86,7 @@ def ranks_of_run(lora: LoRAConfig, train: TrainConfig) -> Iterator[None]:
     """Let the ranks train a run: each its share of a batch, or the blocks of a stage."""
     ranks = group()
     check_ranks(train)
-    if train.pipeline:
-        load("extras.pipeline.adapters:join_stages")(lora)
+    task_class(train.tasks[-1], train).join_ranks(lora)
 
     try:
         yield

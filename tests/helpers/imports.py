@@ -9,6 +9,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "mlx_packs"
 # Where a string may name a module: tables of names that settings and users select.
 TABLES = {"config/choices.py", "training/observers/__init__.py", "bases/readers.py"}
+# Tables of what a device selects; a closure has all of it.
+DEVICE_TABLES = {"late.py", "ops/dispatch.py"}
 
 
 def written_files(package: Path = PACKAGE) -> list[Path]:

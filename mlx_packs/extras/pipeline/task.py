@@ -26,7 +26,7 @@ from ...runtime import mx
 from ...tasks.causal_lm import CausalLMTask
 from ...tasks.task import Binding
 from ...training.step import StartedStep, Stepper
-from .adapters import check_in_blocks, check_splittable
+from .adapters import check_in_blocks, check_splittable, join_stages, of_stage
 from .stage import Stage
 
 
@@ -166,6 +166,8 @@ class PipelinedTask(CausalLMTask):
 
     lazy_base = True
     completes_text = False
+    join_ranks = staticmethod(join_stages)
+    trained_here = staticmethod(of_stage)
 
     def target(self, base: Base) -> tuple[Base, LoRAConfig]:
         check_splittable(base, group().size)
