@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from functools import cache
 
 import pytest
 
@@ -16,8 +15,8 @@ from mlx_packs.errors import PackError
 from mlx_packs.inference.generate import stream
 from mlx_packs.packs.base import load_base
 from mlx_packs.packs.share import pull
-from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import RunFolder
+from tests.bases.changes import change_tensors, set_keys
 from tests.fuzz.subjects import write_tokenizer
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.encoders import write_encoder
@@ -70,43 +69,27 @@ def test_tokenizer_whose_library_prints_a_strangers_key(tmp_path, capfd):
     assert not out and "x?[31my" in err and "\x1b" not in err
 
 
-@pytest.fixture(scope="module")
-def quantized(tmp_path_factory):
-    """Write a small checkpoint in a format of MLX, once for each."""
-    folder = tmp_path_factory.mktemp("quantized")
-    source = write_checkpoint(folder / "dense")
-
-    @cache
-    def write(mode):
-        return write_quantized(folder / mode, source, 8 if mode == "mxfp8" else 4, mode)
-
-    return write
-
-
-def changed(source, folder, **values):
-    """Copy a checkpoint, without the record of its files, and change its config.json."""
-    base = shutil.copytree(source, folder)
+def changed(folder, mode="affine", **values):
+    """Write a small checkpoint in a format of MLX, without its record, with another config.json."""
+    bits = 8 if mode == "mxfp8" else 4
+    base = write_quantized(folder / "q", write_checkpoint(folder / "dense"), bits, mode)
     (base / "quantization.json").unlink()
-    config = json.loads((base / "config.json").read_text()) | values
-    (base / "config.json").write_text(json.dumps(config))
+    set_keys(base / "config.json", **values)
     return base
 
 
-def test_scales_of_another_shape_than_their_weight(quantized, tmp_path):
+def test_scales_of_another_shape_than_their_weight(tmp_path):
     """mlx-lm divides by the scales of a row, and MLX then by zero: the process ended."""
-    base = changed(quantized("affine"), tmp_path / "q")
-    file = base / "model.safetensors"
-    tensors, name = mx.load(str(file)), "model.embed_tokens.scales"
-    tensors[name] = tensors[name].T
-    mx.save_safetensors(str(file), tensors)
+    base, name = changed(tmp_path), "model.embed_tokens.scales"
+    change_tensors(base, lambda tensors: tensors.update({name: tensors[name].T}))
     with raises("unreadable", None, name):
         load_base(base)
 
 
 @pytest.mark.parametrize(("mode", "size"), [("affine", 1), ("affine", 3), ("mxfp8", 1)])
-def test_config_with_fewer_columns_than_scales(quantized, tmp_path, mode, size):
+def test_config_with_fewer_columns_than_scales(tmp_path, mode, size):
     """MLX divides by a group size of 0, and the process ended."""
-    base = changed(quantized(mode), tmp_path / "q", intermediate_size=size)
+    base = changed(tmp_path, mode, intermediate_size=size)
     for load in (load_base, lazy_base):
         with raises("unreadable", None, "down_proj.scales", "config.json"):
             load(base)
@@ -114,10 +97,10 @@ def test_config_with_fewer_columns_than_scales(quantized, tmp_path, mode, size):
 
 @pytest.mark.parametrize("key", ["group_size", "bits"])
 @pytest.mark.parametrize("value", [0, 1.5, "4"], ids=str)
-def test_config_with_a_group_size_or_bits_of_a_module(quantized, tmp_path, key, value):
+def test_config_with_a_group_size_or_bits_of_a_module(tmp_path, key, value):
     path = "model.layers.0.mlp.up_proj"
     settings = {"group_size": 32, "bits": 4, path: {"group_size": 32, "bits": 4} | {key: value}}
-    base = changed(quantized("affine"), tmp_path / "q", quantization=settings)
+    base = changed(tmp_path, quantization=settings)
     with raises("unreadable", None, "config.json", f"quantization.{path}.{key}"):
         load_base(base)
 

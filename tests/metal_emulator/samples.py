@@ -87,17 +87,6 @@ class Sample:
             parts[places[0]] = parts[places[0]].replace(old, new)
         return Sample(self.language, **parts)
 
-    def kernel(self, checks: Checks = Checks()) -> EmulatedKernel:  # noqa: B008 - frozen
-        make = metal_kernel if self.language == "metal" else cuda_kernel
-        return make(
-            name="row_dots",
-            input_names=["x", "w", "scale"],
-            output_names=["y"],
-            source=self.body,
-            header=self.header,
-            checks=checks,
-        )
-
     def run(
         self,
         dtype: mx.Dtype = mx.float32,
@@ -105,7 +94,9 @@ class Sample:
         **changes,
     ) -> tuple[mx.array, EmulatedKernel]:
         """y, and the kernel with its report; ``changes`` replace arguments of the call."""
-        kernel = self.kernel(checks)
+        make = metal_kernel if self.language == "metal" else cuda_kernel
+        names = ["x", "w", "scale"], ["y"]
+        kernel = make("row_dots", *names, self.body, self.header, checks=checks)
         call = {
             "inputs": list(inputs(dtype)),
             "template": [("T", dtype), *dict(ROWS=ROWS, SIMDGROUPS=SIMDGROUPS, N=N, K=K).items()],

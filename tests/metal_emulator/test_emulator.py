@@ -6,7 +6,7 @@ import pytest
 
 from . import Checks, KernelFault, why_not
 from .lint import lint_words
-from .samples import CUDA, METAL, run
+from .samples import run
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -87,30 +87,6 @@ def test_init_value_fills_what_the_kernel_leaves():
     for poison in (None, float("nan")):
         with pytest.raises(KernelFault, match="never writes 8 bytes of `y`"):
             run(body, mx.ones((4,)), init_value=poison)
-
-
-@pytest.mark.parametrize("sample", [METAL, CUDA], ids=["metal", "cuda"])
-def test_a_call_can_be_compiled_and_not_run(sample):
-    """At the size of a real model: types, launch and threadgroup memory are checked."""
-    kernel = sample.kernel()
-    kernel.compile_only = True
-    rows, width = 4096, 12288
-    call = {
-        "inputs": [mx.zeros((rows, width)), mx.zeros((width,)), mx.array([1.0])],
-        "template": [("T", mx.float32), ("ROWS", 2), ("SIMDGROUPS", 8), ("N", rows), ("K", width)],
-        "grid": (rows // 2 * 256, 1, 1),
-        "threadgroup": (256, 1, 1),
-        "output_shapes": [(rows,)],
-        "output_dtypes": [mx.float32],
-    }
-    assert kernel(**call)[0].shape == (rows,)
-    report = kernel.reports[-1]
-    assert (report.threadgroup_bytes, report.threads_per_group, report.groups) == (32, 256, 2048)
-    assert report.accesses == 0
-    large = sample.planted(("parts[SIMDGROUPS];", "parts[12289];")).kernel()
-    large.compile_only = True
-    with pytest.raises(KernelFault, match="threadgroup memory: .* 49168 bytes"):
-        large(**call)
 
 
 @pytest.mark.parametrize(

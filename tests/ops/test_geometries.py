@@ -18,7 +18,6 @@ MODELS = {
     "qwen3_14b": (5120, 17408, 5120, 1024),
     "llama3_8b": (4096, 14336, 4096, 1024),  # and Mistral 7B
 }
-NAMES = slow_except(MODELS, "qwen3_4b")
 RANKS = (1, 4, 8, 16, 32, 33, 64)
 ROWS = (1, 8)
 
@@ -56,8 +55,8 @@ def test_grouped_lora_compiles_at_every_geometry_and_rank(name, ranks, language)
 
 
 @pytest.mark.parametrize("language", ["metal", "cuda"])
-@pytest.mark.parametrize("name", NAMES)
-def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
+@pytest.mark.parametrize("name", slow_except(MODELS, "qwen3_4b"))
+def test_other_kernels_compile_at_every_geometry(name, language):
     with emulation(language, compile_only=True) as built:
         for depth, widths in groups(name):
             for dtype in DTYPES:
@@ -77,24 +76,17 @@ def test_multi_lora_and_nf4_compile_at_every_geometry(name, language):
                         for rows in nf4_kernel.ROW_TILES:
                             nf4_kernel._matvec(language, weight, mx.zeros((rows, depth), dtype))
 
-        names = {kernel.definition.name for kernel in built}
-        assert names >= {"mlx_packs_nf4_dequantize", "mlx_packs_nf4_matvec"}
-        check_launches(built)
-
-
-@pytest.mark.parametrize("language", ["metal", "cuda"])
-@pytest.mark.parametrize("name", NAMES)
-def test_lora_qmv_compiles_at_every_geometry(name, language):
-    with emulation(language, compile_only=True) as built:
-        for depth, widths in groups(name):
             heads = (128, 128, 0) if len(widths) == 3 else (0,) * len(widths)
             instance = lora_qmv_kernel.QmvProgram(
                 mx.bfloat16, 64, 4, 1, (16,) * len(widths), heads, len(widths) == 2
             )
-            for rows in (1, 8):
+            for rows in ROWS:
                 sized = instance._replace(row_tile=rows)
                 sizes = lora_qmv_kernel.GroupSizes(depth, widths)
                 check = lora_qmv_kernel.check_of(language, sized, rows, sizes)
                 check.kernel(*check.inputs)
-        assert sum(len(kernel.reports) for kernel in built) == 2 * 4 * 2
+
+        names = " ".join(kernel.definition.name for kernel in built)
+        for name in ("multi_lora", "nf4_dequantize", "nf4_matvec", "qmv"):
+            assert name in names
         check_launches(built)

@@ -33,17 +33,14 @@ def heads() -> dict:
     table = nn.QuantizedEmbedding.from_embedding(nn.Embedding(VOCABULARY, 64), 32, 4)
     nf4 = nf4_embedding(nn.Embedding(VOCABULARY, 64))
     mxfp4 = nn.QuantizedLinear.from_linear(linear, 32, 4, mode="mxfp4")
-    dense = nn.Embedding(VOCABULARY, 64)
 
     return {
         "linear": (linear, linear),
-        "biased": (biased, biased),
         "half": (half, half),
         "quantized": (quantized, quantized),
         "tied": (table, table.as_linear),
         "nf4": (nf4, nf4.as_linear),
         "mxfp4": (mxfp4, mxfp4),
-        "dense_tied": (dense, dense.as_linear),
         "transient": (TransientLinear(quantized), quantized),
         "transient_tied": (TransientEmbedding(table), table.as_linear),
     }

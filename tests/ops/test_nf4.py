@@ -134,14 +134,6 @@ def test_nf4_rejects_mismatched_arrays_naming_all_faults():
     text = r"'absmax' .*uint8 \[24\] .*float32 \[3\].*'offset' .*None"
     with pytest.raises(ValueError, match=text):
         nf4.NF4Weight(quantized.weight, mx.zeros(3), quantized.nested_absmax)
-
-    with pytest.raises(ValueError, match=r"'weight' .*uint8 \[O, D / 2\]"):
-        nf4.NF4Weight(
-            quantized.weight.flatten(), quantized.absmax, quantized.nested_absmax, quantized.offset
-        )
-
-    with pytest.raises(ValueError, match="7"):
-        nf4.quantize(mx.zeros((4, 7)))
     with pytest.raises(ValueError, match=r"x .*256.*3, 255"):
         nf4.matmul(mx.zeros((3, 255)), quantized)
 
