@@ -432,6 +432,11 @@ def read_task_config(task: str, values: Mapping[str, Any]) -> Any:
         except (NameError, TypeError):
             raise plugin.fault(f"has a setting {name} of a type that is not read") from None
 
+    for field in dataclasses.fields(config):
+        has_default = field.default is not field.default_factory  # else both are MISSING
+        if field.name not in typed and not has_default:
+            raise setting_error(f"must be given for {task}.", f"task_config.{field.name}")
+
     try:
         json.dumps(typed)
         return config(**typed)

@@ -181,7 +181,11 @@ TASK = TaskFacts("acme:Task", "decoder", config="acme:Config")
     [
         ("Config = dict", "dependency", "no dataclass"),
         ("@dataclass\nclass Config:\n    size: 'Unknown' = 1", "dependency", "size"),
-        ("@dataclass\nclass Config:\n    size: int\n    least: int", "invalid", "least"),
+        (
+            "@dataclass\nclass Config:\n    size: int\n    least: int",
+            "invalid",
+            "task_config.least: must be given",
+        ),
         ("", "dependency", "Config"),
     ],
 )
