@@ -10,8 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,58 +19,6 @@ from rich.progress import Task as RichTask
 from rich.text import Text
 
 from .terminal import Guarded, guarded, printable, unguarded
-
-_NOTEBOOK_CELLS = 30
-_NOTEBOOK_SECONDS = 0.5  # between two updates
-
-
-def in_notebook() -> bool:
-    """Return whether this is the kernel of a notebook, whose cells can show a bar."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return type(shell).__name__ == "ZMQInteractiveShell"
-
-
-class NotebookBar:
-    """A line of text that is updated in place, with the methods of rich's ``Progress``."""
-
-    def __init__(self, task: "Task", text: str) -> None:
-        self._task = task
-        self._text = text
-        self._shown = time.monotonic()
-        self._handle: Any = None
-
-    def __enter__(self) -> "NotebookBar":
-        from IPython.display import DisplayHandle
-
-        self._handle = DisplayHandle()
-        self._handle.display(self._bundle(), raw=True)
-        return self
-
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._handle.update(self._bundle(), raw=True)
-
-    def update(self, _: object, completed: int = 0, text: str | None = None) -> None:
-        """Set the text beside the bar; redraw at most twice a second."""
-        if text is not None:
-            self._text = text
-        if self._handle is not None and time.monotonic() - self._shown >= _NOTEBOOK_SECONDS:
-            self._shown = time.monotonic()
-            self._handle.update(self._bundle(), raw=True)
-
-    def _bundle(self) -> dict[str, str]:
-        task = self._task
-        cells = round(_NOTEBOOK_CELLS * task.done / max(1, task.total))
-        bar = "━" * cells + "─" * (_NOTEBOOK_CELLS - cells)
-        line = f"{task.label:<7} {bar} {task.done}/{task.total} {self._text}"
-
-        left = task.left()
-        if left is not None and task.done < task.total:
-            line += f"  {clock(left)} left"
-        return {"text/plain": line.rstrip()}
-
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 INDENT = 8  # columns of a label
@@ -233,7 +180,7 @@ class Task:
         self.last_line = time.monotonic()
         self.start: float | None = None  # when the first step ended, which may compile
 
-        self.bar: Progress | NotebookBar | None = None
+        self.bar: Progress | None = None
         self.id = TaskID(0)
 
         if display.live:
@@ -246,8 +193,6 @@ class Task:
                 transient=True,
             )
             self.id = self.bar.add_task(label, total=total, completed=done, text=_plain(unit))
-        elif display.level > QUIET and in_notebook():
-            self.bar = NotebookBar(self, printable(unit))
 
     def left(self) -> float | None:
         """Return the seconds left at the mean pace since the first step; None until it is known."""

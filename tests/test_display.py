@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mlx_packs.cli import output
-from mlx_packs.display import QUIET, Display, hanging, wrapped
+from mlx_packs.display import NORMAL, QUIET, Display, display_of, hanging, wrapped
 from mlx_packs.training.observers import Console, ObservedRun
 
 LORA = (
@@ -113,3 +113,9 @@ def test_the_time_left_is_at_the_mean_pace_after_the_first_step(monkeypatch):
             now[0] += seconds
             task.advance()
             assert task.left() == left
+
+
+def test_progress_is_a_switch_or_a_display_of_ones_own():
+    own = Display(QUIET)
+    assert display_of(own) is own
+    assert (display_of(True).level, display_of(False).level) == (NORMAL, QUIET)

@@ -77,8 +77,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
         project_name: Name of the project for ``report_to``.
         trust_remote_code: Whether to allow executing Python code shipped with the base model.
         force: Whether to train even if the run is estimated not to fit into memory or on the disk.
-        progress: Whether to show the progress on standard error, as bars in a terminal or a
-            notebook.
+        progress: Whether to show the progress on standard error, as bars in a terminal.
 
     Returns:
         The pack, the run folder, the report and the loss curve.
