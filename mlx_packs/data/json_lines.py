@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -39,9 +38,6 @@ _MOST_GROWTH = 200  # times the size of a file, which gzip may unpack
 _ALWAYS = 64 << 20  # bytes that it may unpack in addition
 _PIECE = 4000  # characters of a row of text, about a thousand tokens, where paragraphs allow that
 _MOST_TEXT_BYTES = 1 << 30
-_ONE_LINE = "A cell of .tsv has neither tabs nor line breaks in it. Save the table as .csv."
-_IN_QUOTES = "Cells with commas or line breaks in them must be in quotes."
-_QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"')  # a cell in quotes; those within it are doubled
 
 
 def parse_line(where: str, line: bytes) -> Any:
@@ -203,9 +199,10 @@ def gzip_rows(file: Path) -> JsonLines:
 
 def table_rows(file: Path) -> JsonLines:
     """Read .csv or .tsv, also compressed; the first line names the columns."""
+    delimiters = ",;\t"  # by the language of the spreadsheet
     if ".tsv" in Path(file.name.lower()).suffixes[-2:]:
-        return _copied(file, "tsv", lambda out: _tabulate(file, _tsv_rows(file), _ONE_LINE, out))
-    return _copied(file, "csv", lambda out: _tabulate(file, _csv_rows(file), _IN_QUOTES, out))
+        delimiters = "\t"
+    return _copied(file, f"cells {delimiters}", lambda out: _tabulate(file, delimiters, out))
 
 
 def text_rows(file: Path) -> RowList:
@@ -250,15 +247,12 @@ def _blocks(file: Path) -> Iterator[bytes]:
             raise file_error(file, f"cannot be unpacked ({error}).") from None
 
 
-_Cells = tuple[int, list[str]]  # of a row of a table, and the line that it begins in
-
-
-def _tabulate(file: Path, rows: Iterator[_Cells], advice: str, out: BinaryIO) -> None:
+def _tabulate(file: Path, delimiters: str, out: BinaryIO) -> None:
     """Write each row of a table as a JSON object of texts; the first one names the columns.
 
-    Blank lines put it into the line of the table that it begins in. ``advice`` ends the error of a
-    row that has more cells than the header, or fewer.
+    Blank lines put it into the line of the table that it begins in.
     """
+    rows = _cells(file, delimiters)
     _, names = next(rows, (1, []))
     header = [name.strip() for name in names]
     if len(set(header)) != len(header) or "" in header:
@@ -270,7 +264,10 @@ def _tabulate(file: Path, rows: Iterator[_Cells], advice: str, out: BinaryIO) ->
         if not cells:
             continue
         if len(cells) != len(header):
-            fault = f"has {len(cells)} cells, but the header has {len(header)}. {advice}"
+            fault = (
+                f"has {len(cells)} cells, but the header has {len(header)}. Cells with separators "
+                "or line breaks in them must be in quotes."
+            )
             raise file_error(f"{file}:{line}", fault, "data")
 
         row = dict(zip(header, cells, strict=True))
@@ -279,12 +276,15 @@ def _tabulate(file: Path, rows: Iterator[_Cells], advice: str, out: BinaryIO) ->
         lines = line
 
 
-def _csv_rows(file: Path) -> Iterator[_Cells]:
-    """Yield the rows of a .csv file: RFC 4180, or with semicolons or tabs for its commas."""
+def _cells(file: Path, delimiters: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line that each row begins in, and its cells: RFC 4180, but for the delimiter.
+
+    That is the one of ``delimiters`` which the header has most often.
+    """
     csv.field_size_limit(MOST_LINE_BYTES)
     lines = _lines(file)
     header = next(lines, "")
-    delimiter = max(",;\t", key=header.count)  # by the language of the spreadsheet
+    delimiter = max(delimiters, key=header.count)
     reader = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
 
     line = 1
@@ -298,25 +298,6 @@ def _csv_rows(file: Path) -> Iterator[_Cells]:
             "with a quote must end with one; double the quotes within it."
         )
         raise file_error(f"{file}:{line}", fault) from None
-
-
-def _tsv_rows(file: Path) -> Iterator[_Cells]:
-    """Yield the rows of a .tsv file, each a line; a cell that is quoted as a whole is unquoted.
-
-    Other quotes are a part of the text: most programs that write .tsv quote nothing.
-    """
-    for number, line in enumerate(_lines(file), 1):
-        cells = line.rstrip("\r\n").split("\t")
-        if len(cells) == 1 and line.startswith('"') and line.count('"') % 2 == 1:
-            raise file_error(f"{file}:{number}", f"a quote is not closed. {_ONE_LINE}", "data")
-        if cells == [""]:
-            cells = []
-        yield number, [_unquoted(cell) for cell in cells]
-
-
-def _unquoted(cell: str) -> str:
-    quoted = _QUOTED.fullmatch(cell)
-    return quoted[1].replace('""', '"') if quoted else cell
 
 
 def _lines(file: Path) -> Iterator[str]:

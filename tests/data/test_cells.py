@@ -97,14 +97,11 @@ def test_every_task_reads_every_kind_of_file(name, tmp_path, tokenizer):
     assert len(encode_tokens(rows, tokenizer, COLUMNS, EncodingOptions(), row_format)) == 6
 
 
-@pytest.mark.parametrize(
-    ("name", "prompt", "lines"),
-    [("d.csv", 'two\n"lines"', (2, 4)), ("d.tsv", 'one "line"', (2, 3))],
-)
-def test_the_place_of_a_row_is_the_line_that_it_begins_in(name, prompt, lines, tmp_path):
-    rows = [{"prompt": prompt, "n": i} for i in range(3)]
+@pytest.mark.parametrize("name", ["d.csv", "d.tsv"])
+def test_the_place_of_a_row_is_the_line_that_it_begins_in(name, tmp_path):
+    rows = [{"prompt": 'two\n"lines"', "n": i} for i in range(3)]
     rows, _ = rows_in(name, rows, tmp_path, "grpo")
-    assert [row.where for row in rows] == [f"{tmp_path / name}:{line}" for line in lines]
+    assert [row.where for row in rows] == [f"{tmp_path / name}:{line}" for line in (2, 4)]
 
 
 @pytest.mark.parametrize(

@@ -125,15 +125,6 @@ def table_of(file: Path) -> list[tuple]:
     return [tuple(row.value.values()) for split in rows.values() for row in split]
 
 
-TSV = """prompt\tcompletion\r
-"What is ""this""?"\tA "thing".\r
-"He said\t5" wide\r
-plain\t"Stop," she said, "now"\r
-\r
-""\t"\r
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "text", "rows"),
     [
@@ -144,38 +135,20 @@ plain\t"Stop," she said, "now"\r
             '\ufeffprompt,completion\r\n"a, b","c\r\nd"\r\n"say ""x""",\xe9\r\n\r\n',
             [("a, b", "c\r\nd"), ('say "x"', "é")],
         ),
-        (
-            "t.tsv",
-            TSV,
-            [
-                ('What is "this"?', 'A "thing".'),
-                ('"He said', '5" wide'),
-                ("plain", '"Stop," she said, "now"'),
-                ("", '"'),
-            ],
-        ),
-        ("t.tsv", 'text\n"one"\n"two" and more\n', [("one",), ('"two" and more',)]),
-        ("t.tsv", 'text\ttext2\na\t"5 inch\nb\t6"\n', [("a", '"5 inch'), ("b", '6"')]),
+        ("t.tsv", 'prompt\tcompletion\r\n"say ""x""\n"\t5" wide\r\n', [('say "x"\n', '5" wide')]),
     ],
-    ids=["semicolons", "tabs", "quotes", "ends of lines", "one column", "a quote that stays open"],
+    ids=["semicolons", "tabs", "quotes", "tsv"],
 )
 def test_a_table_has_these_cells(name, text, rows, tmp_path):
     (tmp_path / name).write_bytes(text.encode())
     assert table_of(tmp_path / name) == rows
 
 
-@pytest.mark.parametrize("lines", ['"a\nb"\tc\n', '"a\tb"\tc\n', 'a\t"b\n\nc"'])
-def test_a_cell_of_a_tsv_has_neither_tabs_nor_line_breaks(lines, tmp_path):
-    (tmp_path / "t.tsv").write_bytes(f"prompt\tcompletion\n{lines}".encode())
-    with raises("data", None, "t.tsv:", "Save the table as .csv"):
-        table_of(tmp_path / "t.tsv")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "names"),
     [
-        ("t.tsv", "a\tb\nc\td\n1\t2\t3\n", [":3", "3 cells", "2", ".csv"]),
-        ("t.tsv", 'a\nb\n"c\nd"\n', [":3", "quote", ".csv"]),
+        ("t.tsv", "a\tb\nc\td\n1\t2\t3\n", [":3", "3 cells", "2", "in quotes"]),
+        ("t.tsv", 'a\tb\n1\t"5 inch\n', [":2", "double the quotes"]),
         ("t.csv", 'a,b\n1,2\n"3\n4",5\n"6,7\n8,9\n', [":5", "quote"]),  # never closed
         ("t.csv", 'a,b\n1,2\n3,"4\n5,"6"\n7,8\n', [":3", "quote"]),  # closed by the next quote
         ("t.csv", "a,b\n1,2\n1,2,3\n", [":3", "3 cells", "2"]),
