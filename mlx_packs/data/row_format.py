@@ -225,10 +225,6 @@ class RowFormat:
             return False
         return all(self.column(row, name) in row.value for name in self.columns(names))
 
-    def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return rows with those joined that are one example."""
-        return rows
-
 
 def _named_columns(columns: Sequence[str], names: DataConfig) -> tuple[str, ...]:
     settings = {name: getattr(names, name) for name in COLUMN_SETTINGS}

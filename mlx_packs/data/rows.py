@@ -20,7 +20,7 @@ from .in_memory import IN_MEMORY, SPLIT_NAMES, InMemoryRows
 from .json_lines import BOM, TEXT_SUFFIXES, JsonLines, gzip_rows, parse_json, table_rows, text_rows
 from .near_copies import hold_out
 from .row_format import BadRows, label_names, shown_counts
-from .sources import Parquet, Rows, Source, ValueList, as_rows, data_error, file_error
+from .sources import Parquet, Rows, Source, ValueList, data_error, file_error
 from .streams import STREAMED, hub_errors, hub_library, hub_splits, hub_stream
 
 SPLITS = tuple(SPLIT_NAMES)
@@ -109,7 +109,6 @@ def load_rows(config: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> Spl
         for split in present[1:]:
             check_format(rows[split][0], row_format, first.where, config, formats)
 
-    rows = {split: as_rows(row_format.grouped(own)) for split, own in rows.items()}
     splits = Splits(rows, source, row_format, notes)
     if config.hf_dataset is None:
         _hold_out(splits, config)

@@ -1,8 +1,7 @@
 """Formats of rows that tasks other than language modeling train on."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,7 +10,6 @@ from ..config.data import DataConfig
 from .chat_formats import CONVERSATION_COLUMNS, Chat, Completion
 from .row_format import (
     Row,
-    RowError,
     RowFormat,
     as_number,
     as_truth,
@@ -36,7 +34,6 @@ _NUMBERED = re.compile(r"negative_\d+")
 LABEL_COLUMNS = ("label", "labels", "score")  # a row has one of them
 MOST_NEGATIVES = 32  # of an anchor
 _MOST_LABEL = 1e6
-_NAMES = DataConfig()  # rankings have names of their own
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,8 +182,7 @@ PAIR_FORMATS: tuple[PairFormat, ...] = (
 class RankingFormat(TextsFormat):
     """A query with documents that answer it and others that do not, or with labelled documents.
 
-    The higher the label of a document, the better it answers. A row may have one document with its
-    label; `grouped` joins those of a query.
+    The higher the label of a document, the better it answers.
     """
 
     @property
@@ -205,42 +201,12 @@ class RankingFormat(TextsFormat):
             texts += negatives
 
         if len(set(labels)) < 2:
-            fault = "all labels are equal, but a ranking needs documents of different ones."
-            raise row.error(fault, "no target")
+            raise row.error(
+                "all labels are equal, but a ranking needs documents of different ones. Write all "
+                "documents of a query into one row: {query, documents, labels}.",
+                "no target",
+            )
         return query, texts, labels
-
-    def grouped(self, rows: Sequence[Row]) -> Sequence[Row]:
-        if not self.is_labelled:
-            return rows
-
-        groups: dict[str, dict] = {}
-        joined: list[Row] = []
-        for row in rows:
-            columns = self._of_one(row)
-            if columns is None:
-                joined.append(row)
-                continue
-
-            query, document, label = (row.value[column] for column in columns)
-            if query not in groups:  # other columns are those of its first row
-                others = {name: own for name, own in row.value.items() if name not in columns}
-                groups[query] = {**others, "query": query, "documents": [], "labels": []}
-                joined.append(row.with_value(groups[query]))
-            groups[query]["documents"].append(document)
-            groups[query]["labels"].append(label)
-
-        return joined if groups else rows
-
-    def _of_one(self, row: Row) -> list[str] | None:
-        """Return the columns of a row that has a single document with a label, else None."""
-        with suppress(RowError):  # encoding names such rows
-            if isinstance(row.value, Mapping) and self.matches(row, _NAMES):
-                columns = [self.column(row, name) for name in self.required]
-                *texts, label = (row.value[column] for column in columns)
-                if relevance(label) is not None and all(isinstance(t, str) for t in texts):
-                    return columns
-
-        return None
 
 
 def _labels(row: Row, count: int, column: str) -> list[float]:

@@ -134,7 +134,6 @@ def encode_groups(
     A row that cannot be used is a RowError, unless ``on_bad_row`` leaves such rows out.
     """
     first, row_format = first_format(rows, replace(NAMES, on_bad_row=on_bad_row), formats)
-    rows = row_format.grouped(rows)
     where = as_rows(rows).where
     bad = BadRows(on_bad_row == "stop")
     fingerprint = hashlib.sha256()

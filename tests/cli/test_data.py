@@ -165,14 +165,14 @@ ROWS_OF_TASKS = {
     "classify": lambda i: {"text": "a note " * (i + 1), "label": "abc"[i % 3]},
     "kto": lambda i: {"prompt": f"Say {i}.", "completion": "x " * i + "y", "label": i % 3 == 0},
     "embedding": lambda i: {"anchor": f"n {i}", "positive": "p " * (i + 1), "negative_1": "z"},
-    "rerank": lambda i: {"query": f"q {i % 8}", "document": f"d {i}", "label": i // 8},
+    "rerank": lambda i: {"query": f"q {i}", "documents": ["d", "e " * i + "f"], "labels": [0, 1]},
     "grpo": lambda i: {"prompt": f"Say {i}.", "answer": f"{i}"},
     "dpo": lambda i: {"prompt": f"Say {i}.", "chosen": "x " * i + "y", "rejected": "no"},
 }
 LABELS = {
     "classify": {"a": 8, "b": 8, "c": 8},
     "kto": {"false": 16, "true": 8},
-    "rerank": {"0": 8, "1": 8, "2": 8},
+    "rerank": {"0": 24, "1": 24},
 }
 
 

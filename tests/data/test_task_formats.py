@@ -6,13 +6,10 @@ from mlx_packs.config.choices import TASKS, TaskFacts
 from mlx_packs.config.data import DataConfig
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.data.dataset import Batch
-from mlx_packs.data.formats import formats_of
-from mlx_packs.data.in_memory import source_of
 from mlx_packs.data.left_out import template_notes
 from mlx_packs.data.pairs import PairCollate, encode_pairs
 from mlx_packs.data.rankings import RerankPrompt, encode_rankings
 from mlx_packs.data.row_format import Row, RowFormat
-from mlx_packs.data.rows import load_rows
 from mlx_packs.data.texts import TextGroups
 from mlx_packs.tasks.phases import resolve_phases
 from tests.helpers.errors import raises
@@ -111,29 +108,9 @@ def test_a_batch_has_an_array_for_each_text(pairs_of):
     assert batch.inputs["lengths"].shape == (2, 4)
 
 
-FLAT = [
-    {"query": "a", "document": "x", "label": 1},
-    {"query": "b", "document": "x", "label": 0},
-    {"query": "a", "document": "y", "label": 0},
-    {"query": "b", "document": "z", "label": 2.5},
-]
-
-
-@pytest.mark.parametrize(
-    ("document", "label"), [("document", "label"), ("passage", "score"), ("document", "relevance")]
-)
-def test_documents_of_a_query_are_one_example(rankings_of, document, label):
-    rows = [{"query": r["query"], document: r["document"], label: r["label"]} for r in FLAT]
-    rankings = rankings_of(*rows)
-    assert [each.tolist() for each in rankings.labels] == [[1, 0], [0, 2.5]]
-    assert rankings.where_of([0, 1]) == ["f:1", "f:2"]
-
-
-def test_queries_are_joined_before_rows_are_held_out(tmp_path):
-    rows = [{"query": f"q {i % 20}", "document": f"d {i}", "label": i // 20} for i in range(60)]
-    read = load_rows(DataConfig(data=source_of(rows)), formats_of("rerank"))
-    assert len(read.rows["train"]) == 19 and len(read.rows["valid"]) == 1
-    assert all(row.value["labels"] == [0, 1, 2] for row in read.rows["train"])
+def test_documents_of_a_query_are_one_row(rankings_of):
+    with raises("data", None, "f:1", "{query, documents, labels}"):
+        rankings_of({"query": "a", "document": "x", "label": 1})
 
 
 @pytest.mark.parametrize(
