@@ -25,17 +25,13 @@ _SAME = {
     "max_seq_length": ("sequence_length",),
     "sequence_length": ("max_seq_length",),
 }
+# Kinds of values in words, by class; those of other classes have an article.
 _WORDS = {
     **{"int": "an integer", "float": "a number", "bool": "True or False", "str": "text"},
-    **{"Path": "a path", "Mapping": "a mapping", "Callable": "a function", "NoneType": ""},
-    **{"Sequence": "a list", "Iterable": "a list"},
+    **{"Path": "a path", "Mapping": "a mapping", "Callable": "a function", "Iterable": "a list"},
+    **{"Sequence[int]": "a list of integers", "Sequence[str]": "a list of texts"},
+    **{"Sequence": "a list", "Pack": "a pack", "Base": "a base model", "NoneType": ""},
 }
-# By class, which is named first: what a text is beside it.
-_OWNERS = {
-    "Pack": {"Pack": "a pack", "str": "its folder", "Path": "its folder"},
-    "Base": {"Base": "a base model", "str": "its name", "Path": "its name"},
-}
-_ITEMS = {int: " of integers", str: " of texts", tuple: " of pairs"}  # of lists
 
 
 def checked_arguments(function: F) -> F:
@@ -76,40 +72,38 @@ def checked_arguments(function: F) -> F:
 
 def _typed(value: Any, kind: Any, name: str) -> Any:
     """Return the value of an argument, a configuration in place of a mapping of its settings."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    kinds = _kinds_of(kind)
     configs = [each for each in kinds if inspect.isclass(each) and issubclass(each, Settings)]
     if configs and isinstance(value, Mapping):
         return configs[0].from_mapping(value)
 
     if getattr(value, "ndim", None) == 0:  # a number of NumPy or MLX
         value = value.item()
-    if any(_fits(value, each) for each in kinds):
+    if _fits(value, kind):
         return value
 
     shown = f"a {type(value).__name__}"
     if isinstance(value, (str, int, float, list, tuple)):
         shown = f"{value!r:.60} ({type(value).__name__})"
-    raise PackError(f"{name}: must be {any_of(_in_words(kinds))}, but is {shown}.", flag=name)
+    texts = dict.fromkeys(filter(None, map(_in_words, kinds)))
+    raise PackError(f"{name}: must be {any_of(list(texts))}, but is {shown}.", flag=name)
 
 
-def _in_words(kinds: Sequence) -> list[str]:
-    """Return what an argument may be: first an object, whose name or folder a text is."""
-    by_name = {getattr(get_origin(kind) or kind, "__name__", str(kind)): kind for kind in kinds}
-    words = dict(_WORDS)
-    for name in by_name:
-        words |= _OWNERS.get(name, {})
-        if name.endswith("Config"):
-            words["Mapping"] = "a mapping of its settings"
+def _kinds_of(kind: Any) -> tuple:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
-    names = sorted(by_name, key=lambda name: name not in _OWNERS)
-    texts = [
-        words.get(name, f"a {name}") + _ITEMS.get(_item_of(by_name[name]), "") for name in names
-    ]
-    return [text for text in dict.fromkeys(texts) if text]
+
+def _in_words(kind: Any) -> str:
+    name = getattr(get_origin(kind) or kind, "__name__", str(kind))
+    items = ", ".join(getattr(each, "__name__", "") for each in get_args(kind))
+    return _WORDS.get(f"{name}[{items}]") or _WORDS.get(name, f"a {name}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a kind that is no union; of a list the items are checked too."""
+    """Return whether a value is of a kind; numbers, texts and tuples of a list are checked, too."""
+    if len(kinds := _kinds_of(kind)) > 1:
+        return any(_fits(value, each) for each in kinds)
+
     origin = get_origin(kind) or kind
     if origin is Path:
         return isinstance(value, os.PathLike)
@@ -119,33 +113,18 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, (int, origin)) and not isinstance(value, bool)
     if origin is Callable:
         return callable(value)
-    if origin in (Sequence, Iterable):
-        return _is_list(value, kind)
+    if origin in (Sequence, Iterable) and isinstance(value, (str, bytes, Mapping)):
+        return False
+    if origin is Sequence:
+        is_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+        (item,) = get_args(kind)
+        is_checked = item in (int, str) or get_origin(item) is tuple
+        return is_list and (not is_checked or all(_fits(each, item) for each in value))
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and len(value) == len(get_args(kind))
 
     is_checked = inspect.isclass(origin) and not getattr(origin, "_is_protocol", False)
     return not is_checked or isinstance(value, origin)
-
-
-def _is_list(value: Any, kind: Any) -> bool:
-    if isinstance(value, (str, bytes, Mapping)):
-        return False
-    if get_origin(kind) is Iterable:
-        return isinstance(value, Iterable)
-    if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
-        return False
-
-    item = _item_of(kind)
-    if item is tuple:
-        return all(isinstance(each, (tuple, list)) and len(each) == 2 for each in value)
-    return item not in _ITEMS or all(_fits(each, item) for each in value)
-
-
-def _item_of(kind: Any) -> Any:
-    """Return what a list has, a class; None if it may have several, or the kind is no list."""
-    if get_origin(kind) is not Sequence or len(get_args(kind)) != 1:
-        return None
-    item = get_args(kind)[0]
-    return get_origin(item) or item
 
 
 def _same_idea(name: str, valid: Collection[str]) -> list[str]:

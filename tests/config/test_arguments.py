@@ -90,9 +90,9 @@ def sample(
         ("rate", None, "a number, but is a NoneType"),
         ("names", "lm_head", "a list of texts, but is 'lm_head' (str)"),
         ("names", {"a": 1}, "a list of texts, but is a dict"),
-        ("packs", ["a"], "a pack, its folder, a mapping or a list of pairs, but is ['a'] (list)"),
+        ("packs", ["a"], "text, a path, a pack, a mapping or a list, but is ['a'] (list)"),
         ("lora", mp.TrainConfig(), "a LoRAConfig, but is a TrainConfig"),
-        ("columns", ["a"], "a DataConfig or a mapping of its settings, but is ['a'] (list)"),
+        ("columns", ["a"], "a DataConfig or a mapping, but is ['a'] (list)"),
         ("function", "focal", "a function, but is 'focal' (str)"),
     ],
 )
