@@ -165,20 +165,6 @@ def _mlx_lm_schedule(values: dict) -> Schedule:
         raise setting_error(f"{name}({arguments}): {error}", "lr_schedule.arguments") from None
 
 
-def unused_learning_rate(config: TrainConfig) -> str | None:
-    """Return a note if a schedule with arguments makes ``learning_rate`` useless, else None."""
-    if not isinstance(config.lr_schedule, dict):
-        return None
-    first = float(config.lr_schedule["arguments"][0])
-    if config.learning_rate == first or not config.changed(["learning_rate"]):
-        return None
-
-    return (
-        f"learning_rate {config.learning_rate:g} is not used: lr_schedule.arguments starts with "
-        f"{first:g}, as in mlx-lm"
-    )
-
-
 def make_optimizer(config: TrainConfig, since: int = 0) -> optimizers.Optimizer:
     """Return the optimizer of a run, tried with one update so that a wrong value shows early.
 

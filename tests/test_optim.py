@@ -11,7 +11,7 @@ from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.memory.planned_adapters import optimizer_bytes
 from mlx_packs.optim import OPTIMIZERS as REGISTERED
-from mlx_packs.optim import SCHEDULES, make_optimizer, schedule, unused_learning_rate
+from mlx_packs.optim import SCHEDULES, make_optimizer, schedule
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 
@@ -130,14 +130,8 @@ def test_warmup_steps_beside_a_schedule_mapping_are_an_error():
 def test_schedule_mapping_overrides_rate_and_warmup_under_it():
     under = [{"warmup_steps": 10, "learning_rate": 3e-3}, {"lr_schedule": COSINE}]
     train = resolve({}, under=under).train
-    assert (train.warmup_steps, unused_learning_rate(train)) == (0, None)
+    assert train.warmup_steps == 0
     assert schedule(train)(mx.array(0)).item() == pytest.approx(1e-4)
-
-
-def test_unused_learning_rate_names_one_beside_a_schedule_mapping():
-    for rate, warns in (("1e-4", False), ("3e-3", True)):
-        train = resolve({"lr_schedule": COSINE, "learning_rate": rate}).train
-        assert bool(unused_learning_rate(train)) == warns
 
 
 def test_adamw_in_8_bits_keeps_two_bytes_a_weight_and_follows_adamw():

@@ -113,27 +113,11 @@ class OptimizerConfig(Settings):
             text = f"must be two numbers in [0, 1), but is {', '.join(map(str, self.betas))}."
             yield Fault("betas", text)
 
-        own = self.optimizer_config.get(self.optimizer)
-        for name in ARGUMENTS:
-            ours = getattr(self, name)
-            if not isinstance(own, Mapping) or name not in own or ours in (None, ()):
-                continue
-            theirs = own[name]
-            if isinstance(theirs, list):
-                theirs = tuple(theirs)
-            is_typed = name != "bias_correction" or isinstance(theirs, bool)  # else reported later
-            if is_typed and ours != theirs:
-                text = (
-                    f"is {_text(ours)}, but optimizer_config.{self.optimizer}.{name} is "
-                    f"{_text(theirs)}. Give one of them."
-                )
-                yield Fault(name, text, "conflict")
-
 
 def with_arguments(settings: Mapping[str, Any], optimizer: Any = None) -> dict[str, Any]:
     """Return settings with the arguments of their optimizer as keys, not in `optimizer_config`.
 
-    A value there that contradicts its key stays, as the fault that it is.
+    A key that has a value stays as it is.
     """
     name = optimizer or settings.get("optimizer") or OptimizerConfig.optimizer
     every = settings.get("optimizer_config")
@@ -143,16 +127,10 @@ def with_arguments(settings: Mapping[str, Any], optimizer: Any = None) -> dict[s
     if not isinstance(own, Mapping):
         return dict(settings)
 
-    values = {key: own[key] for key in ARGUMENTS if own.get(key) is not None}
-    moved = {key: value for key, value in values.items() if settings.get(key, value) == value}
-    rest = {key: value for key, value in own.items() if key not in moved}
+    unset = [key for key in ARGUMENTS if settings.get(key) in (None, ())]
+    moved = {key: own[key] for key in unset if own.get(key) is not None}
+    rest = {key: value for key, value in own.items() if key not in ARGUMENTS}
     kept = {key: each for key, each in every.items() if key != name}
     if rest:
         kept[name] = rest
     return {**settings, **moved, "optimizer_config": kept}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value).lower()

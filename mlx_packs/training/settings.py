@@ -15,7 +15,7 @@ from ..display import QUIET, Display
 from ..distributed.group import group
 from ..errors import PackError, any_of, flag_of
 from ..objectives.causal_lm import TargetLoss
-from ..optim import unused_learning_rate, updates_of, warmup_updates
+from ..optim import updates_of, warmup_updates
 from ..packs.base import Base
 from ..tasks.phases import PhaseData, RunPhase, check_data_used, resolve_phases
 from ..tasks.task import Calls
@@ -238,8 +238,6 @@ class Run(RunSettings):
 def notes_on_rates(settings: RunSettings) -> Iterator[str]:
     """Yield what is unexpected about the learning rate of a run."""
     train = settings.train
-    if unused := unused_learning_rate(train):
-        yield unused
     if OPTIMIZERS[train.optimizer].corrects_bias and not train.bias_correction:
         yield (
             f"{train.optimizer} without bias correction, as mlx-lm trains: the first updates are "

@@ -2,9 +2,9 @@
 
 from mlx_packs import DataConfig, LoRAConfig, Phase, TrainConfig
 from mlx_packs.config.recipe import resolve
+from mlx_packs.optim import make_optimizer
 from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training.settings import RunSettings, notes_on_rates
-from tests.helpers.errors import raises
 
 
 def notes(config: TrainConfig) -> list[str]:
@@ -32,16 +32,12 @@ def test_updates_without_bias_correction_are_said():
         assert not any("without bias correction" in note for note in said)
 
 
-def test_two_values_of_one_argument_are_a_conflict():
-    twice = {"weight_decay": 0.1, "optimizer_config": {"adamw": {"weight_decay": 0.3}}}
-    with raises("conflict", "weight_decay", "0.3"):
-        resolve(twice, "r.yaml")
-    with raises("conflict", "betas", "0.9,0.8"):
-        TrainConfig(betas=(0.9, 0.95), optimizer_config={"adamw": {"betas": [0.9, 0.8]}})
-    same = {"weight_decay": 0, "optimizer_config": {"adamw": {"weight_decay": 0, "eps": 1e-6}}}
-    assert TrainConfig(**same).weight_decay == 0
-    resolved = resolve({"learning_rate": 1}, under=[same]).train
+def test_a_setting_of_its_own_wins_over_an_argument_of_the_optimizer():
+    twice = {"weight_decay": 0.1, "optimizer_config": {"adamw": {"weight_decay": 0.3, "eps": 1e-6}}}
+    resolved = resolve({"learning_rate": 1}, under=[twice]).train
+    assert resolved.weight_decay == 0.1
     assert resolved.optimizer_config == {"adamw": {"eps": 1e-6}}
+    assert make_optimizer(TrainConfig(**twice)).weight_decay == 0.1
 
 
 def test_arguments_of_the_chosen_optimizer_are_settings_that_later_layers_override():
