@@ -31,6 +31,7 @@ PROBLEMS = dict(zip(LABEL_COLUMNS, (SINGLE, MULTI, REGRESSION), strict=True))
 COLUMNS = {problem: column for column, problem in PROBLEMS.items()} | {ORDINAL: "label"}
 MOST_CLASSES = 5_000  # a head of that many rows is already as large as many an adapter
 INPUTS: tuple[RowFormat, ...] = (CHAT, TEXT)  # what is classified
+_INTEGER = re.compile(r"[+-]?\d+")
 
 Label = str | tuple[str, ...] | float  # of a row: by the problem
 
@@ -112,7 +113,7 @@ class Classes:
             text = f"--ordinal: does not go with examples that have '{column}'. Leave it out."
             raise PackError(text, "conflict", "ordinal")
 
-        texts = [label for label in self.labels if not re.fullmatch(r"[+-]?\d+", label)]
+        texts = [label for label in self.labels if not _INTEGER.fullmatch(label)]
         if texts:
             raise PackError(
                 f"--ordinal: the label {shown(texts[0])} is no integer, so the order of the labels "
@@ -218,37 +219,21 @@ def check_input(row: Row, names: DataConfig) -> RowFormat:
     return row_format
 
 
-def _check_kind(row: Row, column: str, first: tuple[str, str] | None) -> tuple[str, str] | None:
-    """Return the kind of the first label, and the row that has it; all must be of one kind."""
-    values = list_of(row, column) if column == "labels" else [row.value[column]]
-    for value in values:
-        kind = "a text" if isinstance(value, str) else "a number"
-        first = first or (kind, row.where)
-        if kind != first[0]:
-            fault = f"the label {shown(value)} is {kind}, but {first[1]} has {first[0]}. "
-            raise row.error(f"{fault}Write all of them as texts.", "mixed labels")
-    return first
-
-
 def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes:
-    """Return the classes of training rows: texts in order, or numbers in theirs.
+    """Return the classes of training rows: texts in order, or integers in theirs.
 
     Rows that cannot be used are left to the encoding, unless they stop the run.
     """
     column = ""
     first_format = None
-    first_kind = None
     seen: dict[Any, None] = {}
     in_all: set[Any] = set()  # labels that every row has
 
     def read(row: Row) -> tuple[RowFormat, Label]:
-        nonlocal column, first_kind
+        nonlocal column
         row_format = check_input(row, names)
         column = column or label_column(row)
-        label = read_label(row, column)
-        if column != "score":
-            first_kind = _check_kind(row, column, first_kind)
-        return row_format, label
+        return row_format, read_label(row, column)
 
     bad = BadRows(names.on_bad_row == "stop")
     for _, _, (row_format, label) in bad.usable(rows, read):
@@ -265,10 +250,12 @@ def find_classes(rows: Iterable[Row], names: DataConfig, source: str) -> Classes
             "apart. List only the labels that apply to an example.",
         )
 
-    are_numbers = first_kind is not None and first_kind[0] == "a number"
-    key = int if are_numbers else None
-    ordered = [] if column == "score" else sorted(seen, key=key)
-    return Classes(PROBLEMS[column], tuple(ordered), first_format is CHAT)
+    problem = PROBLEMS[column]
+    classes = Classes(problem, chat=first_format is CHAT)
+    if problem == REGRESSION:
+        return classes
+    are_integers = all(map(_INTEGER.fullmatch, seen))
+    return replace(classes, labels=tuple(sorted(seen, key=int if are_integers else None)))
 
 
 def _check_count(count: int, column: str, source: str) -> None:
