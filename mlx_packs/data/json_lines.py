@@ -30,7 +30,6 @@ from .sources import RowList, Source, file_error
 MOST_LINE_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20  # that are read at a time
 BOM = b"\xef\xbb\xbf"  # Windows editors begin with it
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2"}
 TEXT_SUFFIXES = (".txt", ".md")
 ROWS = Cache("rows", days=30, is_needed=True)
 _VERSION = 5  # of the copies
@@ -103,13 +102,6 @@ class JsonLines(Source):
 
         with file.open("rb") as f:
             self._opened = self._status(f)
-            beginning = f.read(4)
-            for magic, name in _COMPRESSED.items():
-                if beginning.startswith(magic):
-                    raise file_error(
-                        file, f"is compressed ({name}), not JSON. Decompress it first."
-                    )
-            f.seek(0)
             self._scan(f)
 
     def _scan(self, f: BinaryIO) -> None:

@@ -89,15 +89,6 @@ def test_file_that_changes_while_it_is_read_is_an_error(file):
         _ = rows[0]
 
 
-@pytest.mark.parametrize(
-    ("content", "name"), [(b"\x1f\x8b\x08\x00", "gzip"), (b"PK\x03\x04..", "zip")]
-)
-def test_compressed_file_under_a_false_name_is_named(file, content, name):
-    file.write_bytes(content)
-    with raises("unreadable", None, "rows.jsonl", name, "Decompress"):
-        read_rows(file)
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_pipe_or_folder_in_place_of_a_file_is_named(tmp_path, suffix):
     pipe, folder = tmp_path / f"pipe{suffix}", tmp_path / "d" / f"train{suffix}"
