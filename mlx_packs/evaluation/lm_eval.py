@@ -1,36 +1,23 @@
 """Standard tasks of lm-evaluation-harness on a base and a pack (the extra ``lm-eval``).
 
-The harness asks in text; examples are scored in batches of like length, and answers are batched
-continuously.
+mlx-lm scores and answers its requests.
 
 https://github.com/EleutherAI/lm-evaluation-harness
 """
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..bases.files import context_of
 from ..bases.turns import render_conversation
 from ..config.arguments import checked_arguments
-from ..data.batches import evaluation_batches
-from ..data.encoding import Example, Examples
 from ..errors import PackError
-from ..inference.generate import complete_batch
-from ..objectives.causal_lm import split_head
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
 from ..packs.manifest import chat_template_of
 from ..packs.pack import Pack
-from .perplexity import Scorer
-
-_ANSWER_TOKENS = 256  # the harness's own default, where a task names none
-_LONGEST = 2048
 
 
 @checked_arguments
@@ -131,7 +118,9 @@ def _results(base: Base, batch_size: int, options: Mapping[str, Any]) -> dict[st
     try:
         with redirect_stdout(sys.stderr):  # the harness prints, and stdout is for results
             evaluated = simple_evaluate(
-                model=language_model(base, batch_size), log_samples=False, **options
+                model=language_model(base, batch_size, options["apply_chat_template"]),
+                log_samples=False,
+                **options,
             )
     except OSError as error:  # data that cannot be had from the hub
         reason = " ".join(str(error).split())[:300]
@@ -150,102 +139,34 @@ def _figures(results: Mapping[str, Mapping]) -> Iterator[tuple[str, str, str, fl
                 yield task, metric.removesuffix("_stderr"), suffix, value
 
 
-def language_model(base: Base, batch_size: int = 8) -> Any:
-    """Return a base with its active pack as the harness's LM: for `lm_eval.simple_evaluate`."""
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+def language_model(base: Base, batch_size: int = 8, chat: bool = False) -> Any:
+    """Return a base with its active pack as mlx-lm's LM, for `lm_eval.simple_evaluate`.
 
-    tokenizer = base.tokenizer
-    longest = min(_LONGEST, context_of(base.config))
-    scorer = Scorer(base.model, split_head(base.model))
+    Without ``chat`` the tokenizer adds its special tokens to a prompt.
+    """
+    from lm_eval.api.model import LM
+    from mlx_lm.evaluate import MLXLM
 
-    class BaseLM(TemplateLM):
+    class BaseLM(MLXLM):
         tokenizer_name = base.public_name
 
-        @property
-        def eot_token_id(self) -> int:
-            return min(tokenizer.eos_token_ids)
-
-        def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
-            return tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+        def __init__(self) -> None:
+            LM.__init__(self)  # mlx-lm's own loads a model
+            self._model = base.model
+            self.tokenizer = base.tokenizer
+            self.use_chat_template = chat
+            self._max_tokens = None
+            self._batch_size = batch_size
+            self._sampler = None
 
         def apply_chat_template(
             self, chat_history: list, add_generation_prompt: bool = True
         ) -> str:
             return render_conversation(
-                tokenizer,
+                self.tokenizer,
                 chat_history,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
 
-        def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
-            return log_likelihoods(scorer, [r[1:] for r in requests], batch_size, longest)
-
-        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-            sums = []
-            for request in requests:
-                windows = get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=longest - 1,
-                    context_len=1,
-                )
-                pairs = [make_disjoint_window(window) for window in windows]
-                scored = log_likelihoods(scorer, pairs, batch_size, longest)
-                sums.append(sum(value for value, _ in scored))
-            return sums
-
-        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-            options = [request.args[1] for request in requests]
-            if any(o.get("do_sample") and o.get("temperature", 1) for o in options):
-                raise PackError(
-                    "lm_eval: the task asks for sampled answers, but answers are greedy.",
-                    "unsupported",
-                )
-
-            most = [int(o.get("max_gen_toks", _ANSWER_TOKENS)) for o in options]
-            prompts = [
-                self.tok_encode(request.args[0])[-max(1, longest - n) :]
-                for request, n in zip(requests, most, strict=True)
-            ]
-
-            answers = complete_batch(base, prompts, most, batch_size)
-            return [
-                _until(answer, option.get("until") or [])
-                for answer, option in zip(answers, options, strict=True)
-            ]
-
     return BaseLM()
-
-
-def log_likelihoods(
-    scorer: Scorer,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    batch_size: int,
-    longest: int,
-) -> list[tuple[float, bool]]:
-    """Log-likelihood of each continuation after its context, and whether it is the greedy one.
-
-    ``pairs`` are tokens of both; one of more than ``longest`` loses its beginning.
-    """
-    items = []
-    for context, continuation in pairs:
-        tokens = np.array([*context, *continuation], dtype=np.int32)[-longest:]
-        target = np.arange(len(tokens)) >= max(1, len(tokens) - len(continuation))
-        items.append(Example(tokens, target, "lm_eval"))
-
-    rows = scorer.examples(evaluation_batches(Examples(items, "text", "all"), batch_size, longest))
-    return [
-        (-float(nll), math.isclose(hits, count))
-        for nll, hits, count in zip(rows.nll, rows.hits, rows.targets, strict=True)
-    ]
-
-
-def _until(answer: str, stops: str | Sequence[str]) -> str:
-    if isinstance(stops, str):
-        stops = [stops]
-    for stop in stops:
-        if stop:
-            answer = answer.partition(stop)[0]
-    return answer

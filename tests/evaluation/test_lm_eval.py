@@ -8,9 +8,6 @@ import mlx.nn as nn
 import pytest
 
 from mlx_packs import evaluate, evaluate_tasks
-from mlx_packs.evaluation.lm_eval import _until, language_model, log_likelihoods
-from mlx_packs.evaluation.perplexity import Scorer
-from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.packs import random_pack
@@ -40,36 +37,15 @@ QUESTIONS = [
 ]
 
 
-def alone(base, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """By one forward of the model."""
-    tokens = [*context, *continuation]
-    scores = nn.log_softmax(base.model(mx.array([tokens[:-1]]))[0], axis=-1)[len(context) - 1 :]
-    value = sum(scores[i, token].item() for i, token in enumerate(continuation))
-    return value, mx.argmax(scores, axis=-1).tolist() == continuation
+ASKED = [("In the beginning God", " created the heaven"), ("He", " was a")]
 
 
-def test_log_likelihoods_are_those_of_each_pair_alone(small_base):
-    encode = small_base.tokenizer.encode
-    pairs = [(encode("In the beginning God"), encode(" created the heaven"))]
-    pairs += [(encode("He"), encode(" was a")), ([5], [9]), (encode("And the"), [7, 8, 9, 10, 11])]
-    context = encode("The house of the")
-    greedy = mx.argmax(small_base.model(mx.array([context]))[0, -1]).item()
-    pairs.append((context, [greedy]))
-    scores = log_likelihoods(Scorer(small_base.model, split_head(small_base.model)), pairs, 2, 64)
-    for pair, (value, is_greedy) in zip(pairs, scores, strict=True):
-        wanted, most = alone(small_base, *pair)
-        assert value == pytest.approx(wanted, rel=1e-4) and is_greedy is most
-    assert scores[-1][1] and not all(is_greedy for _, is_greedy in scores)
-
-    context = list(range(1, 60))  # of which the last tokens count
-    scorer = Scorer(small_base.model, split_head(small_base.model))
-    (whole,) = log_likelihoods(scorer, [(context, [7, 8])], 1, 16)
-    assert whole[0] == pytest.approx(alone(small_base, context[-14:], [7, 8])[0], rel=1e-4)
-
-
-def test_until_ends_at_the_first_stop():
-    assert _until("It is one. And", [".", "is"]) == "It "
-    assert _until("It is", "x") == "It is" and _until("It", []) == "It"
+def alone(base, context: str, continuation: str) -> float:
+    """The log-likelihood by one forward of the model."""
+    start = len(base.tokenizer.encode(context))
+    tokens = base.tokenizer.encode(context + continuation)
+    scores = nn.log_softmax(base.model(mx.array([tokens[:-1]]))[0], axis=-1)
+    return sum(scores[i, tokens[i + 1]].item() for i in range(start - 1, len(tokens) - 1))
 
 
 def test_without_lm_eval_the_message_says_how_to_get_it(small_base, monkeypatch):
@@ -81,8 +57,8 @@ def test_without_lm_eval_the_message_says_how_to_get_it(small_base, monkeypatch)
 @pytest.fixture
 def stand_in(monkeypatch):
     """lm_eval's interface as far as it is used, with one task of two questions."""
-    names = ("lm_eval", "lm_eval.tasks", "lm_eval.api", "lm_eval.api.model", "lm_eval.utils")
-    package, tasks, api, model, utils = map(ModuleType, names)
+    names = ("lm_eval", "lm_eval.tasks", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry")
+    package, tasks, api, model, registry = map(ModuleType, names)
 
     class TaskManager:
         def __init__(self, include_path=None):
@@ -91,40 +67,37 @@ def stand_in(monkeypatch):
         def match_tasks(self, names):
             return [name for name in names if name == "known"]
 
-    class TemplateLM:
-        prefix_token_id = 0
+    class LM:
+        """What mlx-lm's class is of."""
 
     def simple_evaluate(model, tasks, **options):
         print("bootstrapping for stddev: known")  # as the harness does
-        requests = [((), [5, 6], [7]), ((), [8], [9, 10])]
-        scored = model._loglikelihood_tokens(requests)
+        scored = model.loglikelihood([SimpleNamespace(args=pair) for pair in ASKED])
         ask = [SimpleNamespace(args=("He was a", {"until": ["."], "max_gen_toks": 4}))]
         nll = -sum(value for value, _ in scored)
         return {
             "results": {"known": {"nll,none": nll, "answer,none": model.generate_until(ask)[0]}}
         }
 
-    tasks.TaskManager, model.TemplateLM = TaskManager, TemplateLM
+    tasks.TaskManager, model.LM = TaskManager, LM
     package.simple_evaluate = simple_evaluate
-    utils.get_rolling_token_windows = lambda token_list, **_: [(token_list[:1], token_list[1:])]
-    utils.make_disjoint_window = lambda window: window
-    for module in (package, tasks, api, model, utils):
+    registry.register_model = lambda *_: lambda model: model
+    for module in (package, tasks, api, model, registry):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
+    yield
+    sys.modules.pop("mlx_lm.evaluate", None)
 
 
 def test_evaluate_tasks_scores_base_and_pack(small_base, stand_in):
     pack = random_pack(small_base, 0)
     figures = evaluate_tasks(small_base, pack, ["known"])["known"]["nll"]
-    assert figures["base"] == pytest.approx(
-        -alone(small_base, [5, 6], [7])[0] - alone(small_base, [8], [9, 10])[0], rel=1e-4
-    )
-    assert figures["pack"] != pytest.approx(figures["base"], rel=1e-4) and small_base.active is None
+    assert small_base.active is None
+    own = {"base": -sum(alone(small_base, *pair) for pair in ASKED)}
     with small_base.applied(pack):
-        rolled = language_model(small_base).loglikelihood_rolling(
-            [SimpleNamespace(args=("He was",))]
-        )
-        tokens = small_base.tokenizer.encode("He was", add_special_tokens=False)
-        assert rolled[0] == pytest.approx(alone(small_base, tokens[:1], tokens[1:])[0], rel=1e-4)
+        own["pack"] = -sum(alone(small_base, *pair) for pair in ASKED)
+    assert figures == pytest.approx(own, rel=1e-4)
+    assert own["pack"] != pytest.approx(own["base"], rel=1e-4)
 
 
 def test_questions_are_put_into_the_chat_template_of_the_pack(small_base, stand_in, monkeypatch):
@@ -169,15 +142,9 @@ def test_a_base_that_carries_a_pack_is_not_taken_for_the_base(small_base, stand_
             evaluate(small_base, None, limit=1)
 
 
-def test_sampled_answers_are_rejected(small_base, stand_in):
-    ask = SimpleNamespace(args=("He", {"do_sample": True, "temperature": 0.7}))
-    with raises("unsupported", None, "lm_eval"):
-        language_model(small_base).generate_until([ask])
-
-
 @pytest.mark.interop
-def test_harness_with_a_pack_agrees_with_mlx_lm(shared_tiny, tmp_path, monkeypatch):
-    """The real lm_eval on tasks of a folder; likelihoods are those of mlx-lm's own adapter."""
+def test_harness_runs_tasks_of_a_folder_with_a_pack(shared_tiny, tmp_path, monkeypatch):
+    """The real lm_eval."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
     for name, kind in (("choose", CHOICE), ("answer", ANSWER)):
@@ -187,19 +154,3 @@ def test_harness_with_a_pack_agrees_with_mlx_lm(shared_tiny, tmp_path, monkeypat
     figures = evaluate_tasks(shared_tiny, pack, ["choose", "answer"], task_path=tmp_path, limit=3)
     assert {"base", "pack", "base_se", "pack_se"} <= set(figures["choose"]["acc"])
     assert "exact_match" in figures["answer"]
-
-    from mlx_lm.evaluate import MLXLM
-
-    theirs = MLXLM.__new__(MLXLM)
-    theirs._model, theirs.tokenizer = shared_tiny.model, shared_tiny.tokenizer
-    theirs._max_tokens, theirs.use_chat_template = None, True
-    asked = [
-        SimpleNamespace(args=(q["question"], choice), arguments=(q["question"], choice))
-        for q in QUESTIONS
-        for choice in q["choices"]
-    ]
-    with shared_tiny.applied(pack):
-        ours = language_model(shared_tiny).loglikelihood(asked)
-        wanted = theirs.loglikelihood(asked)
-    for (value, greedy), (their_value, their_greedy) in zip(ours, wanted, strict=True):
-        assert value == pytest.approx(their_value, rel=1e-4) and greedy == bool(their_greedy)
