@@ -53,8 +53,6 @@ class BatchReport:
         ppl_se: Its standard error; None for a single example.
         ppl_ratio: Perplexity divided by the base model's.
         ppl_ratio_se: Its standard error, paired by example.
-        nll_difference: Nats per target above the base model.
-        nll_difference_se: Its standard error, paired by example.
         accuracy: Share of the targets that the model ranks first.
         prompt_tps: Tokens of all prompts per second, until each has its first token.
         decode_tps: Tokens of all completions per second, after their first tokens.
@@ -76,8 +74,6 @@ class BatchReport:
     ppl_se: float | None
     ppl_ratio: float
     ppl_ratio_se: float | None
-    nll_difference: float
-    nll_difference_se: float | None
     accuracy: float
     prompt_tps: float
     decode_tps: float
@@ -310,8 +306,6 @@ def _compared(
         accuracy=score.accuracy,
         ppl_ratio=difference.ppl_ratio,
         ppl_ratio_se=difference.ppl_ratio_se,
-        nll_difference=difference.nll,
-        nll_difference_se=difference.nll_se,
         pack_mb=pack_mb,
         gates=evaluate_gates(limits, values) if pack else {},
         **asdict(speed),
