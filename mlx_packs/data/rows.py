@@ -2,7 +2,6 @@
 
 import glob
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from ..errors import PackError, did_you_mean
+from ..errors import PackError, did_you_mean, errors_of
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
+from ..reading import check_regular
 from .formats import FORMATS, Row, RowFormat, check_format, first_format
 from .in_memory import IN_MEMORY, SPLIT_NAMES, InMemoryRows
 from .json_lines import BOM, TEXT_SUFFIXES, JsonLines, gzip_rows, parse_json, table_rows, text_rows
@@ -270,10 +270,8 @@ def _source_of(file: Path) -> Source:
         raise file_error(file, f"must end in {', '.join(_READERS)}.", "unsupported")
 
     try:
-        mode = file.stat().st_mode
-        if not stat.S_ISREG(mode):  # what has no end: a pipe, a socket, a device
-            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-            raise file_error(file, f"is {kind}, but must be a file.")
+        with errors_of("data"):  # a pipe has no end
+            check_regular(file)
         return _READERS[suffix](file)
     except OSError as error:
         raise file_error(file, f"cannot be read ({error.strerror}).") from None
