@@ -20,7 +20,6 @@ from .sources import as_rows
 
 _LOOKED_AT = 10_000  # rows of a larger split
 _MOST_ANSWERS = 300  # that are searched for thoughts
-_MOST_NAMES = 8  # of columns that a note has
 _THINK = "<think>"
 
 
@@ -53,7 +52,7 @@ def template_notes(
 
     notes = rendered.notes(tokenizer)
     if unused:
-        note = f"columns that are not used: {_listed(list(unused))}"
+        note = f"columns that are not used: {', '.join(unused)}"
         if tasks:
             note += f"; train on them with --task {any_of(tasks)}"
         notes.insert(0, note)
@@ -87,7 +86,7 @@ class _Rendered:
         notes = []
         if unread := unread_variables(tokenizer, self.variables):
             notes.append(
-                f"the chat template does not read {_listed(unread)}, the first in "
+                f"the chat template does not read {', '.join(unread)}, the first in "
                 f"{self.variables[unread[0]]}. Check the names in --template-kwargs and in the "
                 "column chat_template_kwargs"
             )
@@ -104,14 +103,6 @@ class _Rendered:
                 "in --template-kwargs '{\"enable_thinking\": false}'"
             )
         return notes
-
-
-def _listed(names: list[str]) -> str:
-    text = ", ".join(names[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    if more > 0:
-        text += f" and {more} more"
-    return text
 
 
 def conversations_of(

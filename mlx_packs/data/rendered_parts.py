@@ -13,7 +13,6 @@ from .conversations import Conversation
 from .messages import THOUGHTS
 from .row_format import RowError
 
-_READ_KEYS = {"role", "content", "images", "tool_calls", "tool_call_id", *THOUGHTS}
 _THINK = "<think>"
 _END_THINK = "</think>"
 _OTHER = "\ue000other\ue002"  # in place of a part; private use, in no sane text
@@ -128,6 +127,3 @@ def _parts_of(message: Mapping, is_answer: bool) -> Iterator[tuple[str, dict]]:
         changed = {"arguments": {_OTHER: _OTHER}} if function["arguments"] else {"name": _OTHER}
         others = [*calls[:i], {**call, "function": {**function, **changed}}, *calls[i + 1 :]]
         yield "calls of tools", {**message, "tool_calls": others}
-
-    for key in message.keys() - _READ_KEYS:
-        yield f"'{key}' of messages", {k: v for k, v in message.items() if k != key}
