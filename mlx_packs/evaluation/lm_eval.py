@@ -11,9 +11,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from ..bases.supported import is_batchable
 from ..bases.turns import render_conversation
 from ..config.arguments import checked_arguments
 from ..errors import PackError
+from ..inference.generate import check_batches
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
 from ..packs.manifest import chat_template_of
@@ -158,6 +160,12 @@ def language_model(base: Base, batch_size: int = 8, chat: bool = False) -> Any:
             self._max_tokens = None
             self._batch_size = batch_size
             self._sampler = None
+
+        def generate_until(self, requests: list) -> list[str]:
+            check_batches(base)
+            if not is_batchable(base.name, base.model):
+                self._batch_size = 1
+            return super().generate_until(requests)
 
         def apply_chat_template(
             self, chat_history: list, add_generation_prompt: bool = True
