@@ -175,7 +175,6 @@ Replacement = Callable[[nn.Module], nn.Module | None]
 
 @dataclass(frozen=True)
 class MatmulPath:
-    modules: tuple[type[nn.Module], ...]  # that multiply so
     product: Callable[[FrozenWeight, mx.array], mx.array]  # x @ W.T
     replacement: Replacement
 
@@ -183,27 +182,11 @@ class MatmulPath:
 PATHS: dict[str, MatmulPath] = registered(
     MATMUL_PATHS,
     {
-        "quantized": MatmulPath(QUANTIZED, lambda weight, x: weight.product(x), lambda _: None),
-        "transient": MatmulPath(
-            (TransientLinear, TransientEmbedding),
-            lambda weight, x: weight.transient_product(x),
-            _transient,
-        ),
-        "dense": MatmulPath(
-            (nn.Linear, nn.Embedding, HalfLinear),
-            lambda weight, x: weight.product(x),
-            _dense,
-        ),
+        "quantized": MatmulPath(lambda weight, x: weight.product(x), lambda _: None),
+        "transient": MatmulPath(lambda weight, x: weight.transient_product(x), _transient),
+        "dense": MatmulPath(lambda weight, x: weight.product(x), _dense),
     },
 )
-
-
-def matmul_path_of(module: nn.Module) -> str | None:
-    """Return the matmul path of a frozen linear or embedding; None for other modules."""
-    for name, path in PATHS.items():
-        if isinstance(module, path.modules):
-            return name
-    return None
 
 
 def apply_matmul_path(
