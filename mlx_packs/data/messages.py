@@ -63,14 +63,11 @@ class Turn:
     is_target: bool = True
 
 
-def turns_of(messages: Sequence[Any], folder: Path | None = None) -> list[Turn]:
-    """Return messages in the form of chat templates.
-
-    Paths of images are relative to ``folder``, by default to the current one.
-    """
+def turns_of(messages: Sequence[Any]) -> list[Turn]:
+    """Return messages in the form of chat templates; images are relative to the current folder."""
     turns: list[Turn] = []
     for message in messages:
-        turns.append(turn_after(turns, message, folder))
+        turns.append(turn_after(turns, message, None))
     return turns
 
 
