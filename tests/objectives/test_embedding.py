@@ -10,10 +10,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.full import unfreeze
-from mlx_packs.data.dataset import Dataset
 from mlx_packs.data.formats import Row
-from mlx_packs.data.pairs import PairCollate, PairSampler, encode_pairs
-from mlx_packs.evaluation.scores import MetricScore
+from mlx_packs.data.pairs import PairCollate, encode_pairs
 from mlx_packs.objectives.embedding import (
     EmbeddingObjective,
     cosent_loss,
@@ -24,6 +22,7 @@ from mlx_packs.objectives.embedding import (
 from mlx_packs.objectives.objective import arrays_of
 from mlx_packs.runtime import mx
 from tests.helpers.encoders import all_pairs, all_scored, all_triplets
+from tests.helpers.steps import moved
 
 B, D = 5, 7
 
@@ -125,35 +124,10 @@ def gradients(base, name: str, rows: list[dict], size: int, **settings) -> tuple
     return value.item(), {name: np.array(g) for name, g in tree_flatten(result)}
 
 
-def test_a_score_has_a_loss_by_which_an_overflow_shows(encoder):
-    base = load_base(encoder)
-    pairs = encode_pairs([Row("test", row) for row in all_pairs()[:6]], base.tokenizer, 48)
-    data = Dataset(pairs, PairCollate(4, 48), PairSampler.of(pairs, 4, 48, 0, True))
-
-    def scored(objective, batches, _):
-        return MetricScore(objective.mean_loss(batches), {})
-
-    objective = EmbeddingObjective(base.model, "mnrl", TrainConfig(task="embedding"), scored)
-    advanced = []
-    assert math.isfinite(objective.score(data, lambda: advanced.append(1)).value)
-    assert len(advanced) == data.batches_per_epoch()
-
-
 @pytest.fixture
 def adapted_encoder(encoder):
     """A base with adapters that do something."""
-    return adapters_on(load_base(encoder)).base
-
-
-def adapters_on(base):
-    attached = attach(base, LoRAConfig(rank=4), None, "dense", 0)
-    mx.random.seed(3)
-    tensors = attached.tensors()
-    for name, tensor in tensors.items():
-        if name.endswith("lora_b"):
-            tensors[name] = mx.random.normal(tensor.shape) * 0.1
-    attached.load(tensors, "test")
-    return attached
+    return moved(attach(load_base(encoder), LoRAConfig(rank=4), None, "dense", 0)).base
 
 
 def check_same(actual: dict, expected: dict) -> None:

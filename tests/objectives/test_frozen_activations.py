@@ -74,19 +74,6 @@ def test_cached_states_have_loss_and_gradients_of_computed_ones(family, packing,
     assert opened.cache.rows_computed == len(LENGTHS)  # each row once
 
 
-def test_states_have_the_same_bits_whatever_was_asked_for_first():
-    train = changed(TRAIN, packing=True)
-    base = base_of_blocks()
-    opened = CachedModel(train=train, base=base)
-    batches = opened.batches(9)
-    forwards = [opened.states(batch) for batch in batches]
-    opened.attached.detach()
-    again = CachedModel(train=train, base=base)
-    backwards = [again.states(batch) for batch in batches[::-1]][::-1]
-    for a, b in zip(forwards, backwards, strict=True):
-        assert np.array_equal(a, b)
-
-
 def test_states_keep_every_bit_of_bfloat16():
     base = base_of_blocks()
     base.model.set_dtype(mx.bfloat16)
@@ -183,6 +170,7 @@ def test_every_family_has_the_loss_of_computed_states_or_is_rejected(family):
     except PackError as error:
         assert family in UNSUPPORTED, error
         assert (error.code, error.flag) == ("unsupported", "cache_frozen")
+        assert "\n" not in error.message
         return
     assert family not in UNSUPPORTED
     expected, actual = [], []
@@ -191,14 +179,6 @@ def test_every_family_has_the_loss_of_computed_states_or_is_rejected(family):
         prepared = opened.cache.prepare(batch)
         actual.append(loss_sum(opened.model, opened.head, prepared).item())
     assert actual == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_layers"), [({}, -1), ({"neftune_noise_alpha": 5.0}, 1)], ids=str
-)
-def test_on_is_rejected_where_states_are_not_the_same_at_every_step(changes, num_layers):
-    with raises("conflict", "cache_frozen"):
-        CachedModel(train=changed(TRAIN, **changes), num_layers=num_layers)
 
 
 def test_adapters_on_the_head_alone_have_every_block_cached():
@@ -213,10 +193,7 @@ def test_adapters_on_the_head_alone_have_every_block_cached():
     assert cached == pytest.approx(plain, rel=1e-6)
 
 
-def test_family_whose_blocks_see_more_than_states_is_rejected():
-    with raises("unsupported", "cache_frozen") as error:
-        CachedModel(family_base("gemma3n"))
-    assert "\n" not in error.value.message
+def test_auto_leaves_a_family_whose_blocks_see_more_than_states():
     opened = CachedModel(family_base("gemma3n"), changed(TRAIN, cache_frozen="auto"))
     assert opened.cache is None
     assert [level for _, level in opened.lines] == [VERBOSE]
@@ -244,6 +221,9 @@ def test_too_large_states_are_rejected_or_left(monkeypatch):
 )
 def test_auto_caches_where_it_pays_and_says_why_not(changes, num_layers, reason):
     train = changed(TRAIN, cache_frozen="auto", **changes)
+    if reason is not None and "iters" not in changes:  # other states at every step
+        with raises("conflict", "cache_frozen"):
+            CachedModel(train=changed(train, cache_frozen="on"), num_layers=num_layers)
     opened = CachedModel(train=train, num_layers=num_layers)
     ((text, level),) = opened.lines
     assert (opened.cache is None) == (reason is not None)

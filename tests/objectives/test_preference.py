@@ -25,6 +25,7 @@ from mlx_packs.objectives.reference import PhaseReference, Reference
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
 from tests.helpers.preferences import preference, rated
+from tests.helpers.steps import moved
 
 LOG_PROBS = np.array([[-4.0, -6.0], [-9.0, -2.0], [-5.0, -5.5]])
 TARGETS = np.array([[4.0, 3.0], [6.0, 2.0], [5.0, 5.0]])
@@ -144,11 +145,7 @@ class Small:
         self.objective = PreferenceObjective(
             self.base.model, head, train, reference, score_preferences
         )
-        mx.random.seed(2)
-        self.trainable.load(
-            {n: t + 0.2 * mx.random.normal(t.shape) for n, t in self.trainable.tensors().items()},
-            "test",
-        )
+        moved(self.trainable, 0.2)
 
     def batch(self, number: int):
         return next(self.data.batches(number))

@@ -1,10 +1,8 @@
 """Runs of classifiers: they learn labels, several labels and scores, resume, and say what is bad."""
 
-import json
 import shlex
 
 import pytest
-from click.testing import CliRunner
 
 from mlx_packs import (
     DataConfig,
@@ -16,7 +14,6 @@ from mlx_packs import (
     import_adapter,
     train_pack,
 )
-from mlx_packs.cli.main import packs
 from mlx_packs.tasks.classify import ClassifyTask
 from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import raises
@@ -70,15 +67,23 @@ def test_a_run_learns_labels(tmp_path, make):
     assert measured["pack"]["log_loss"] == pytest.approx(report["log_loss_after"], abs=1e-4)
 
 
-@pytest.mark.slow
-def test_several_labels_and_scores(tmp_path):
-    train = settings(iters=60, batch_size=16)
+def test_several_labels_have_a_fitted_temperature(tmp_path):
+    train = settings(iters=10, batch_size=16, calibrate=True)
     run = train_pack(small_base(), splits_of(several, 64), LORA, train, tmp_path / "m")
     report = run.report
     assert report["log_loss_after"] < report["log_loss_before"] - 0.2
     assert report["macro_f1_after"] > report["macro_f1_before"]
-    assert Pack.open(tmp_path / "m").manifest["classifier"]["labels"] == ["blue", "green", "red"]
+    facts = Pack.open(tmp_path / "m").manifest["classifier"]
+    assert facts["labels"] == ["blue", "green", "red"] and facts["temperature"] != 1
+    assert report["calibrated_log_loss"] != report["log_loss_after"]
 
+    measured = evaluate(small_base(), tmp_path / "m", splits_of(several, 64)).to_json()
+    assert measured["temperature"] == facts["temperature"]
+    assert measured["pack"]["log_loss"] == pytest.approx(report["calibrated_log_loss"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_scores(tmp_path):
     run = train_pack(small_base(), splits_of(scored), LORA, settings(), tmp_path / "s")
     report = run.report
     assert report["rmse_after"] < report["rmse_before"] / 2 and report["spearman_after"] > 0.8
@@ -108,18 +113,6 @@ def test_labels_on_a_scale(tmp_path):
     base = saved_base(small_base(), tmp_path / "base")
     import_adapter(tmp_path / "e", tmp_path / "i", base)
     assert Pack.open(tmp_path / "i").manifest["classifier"] == pack.manifest["classifier"]
-
-
-def test_a_temperature_is_fitted_and_stored(tmp_path):
-    train = settings(iters=10, batch_size=16, calibrate=True)
-    run = train_pack(small_base(), splits_of(several, 64), LORA, train, tmp_path / "p")
-    report = run.report
-    temperature = Pack.open(tmp_path / "p").manifest["classifier"]["temperature"]
-    assert report["calibrated_log_loss"] != report["log_loss_after"] and temperature != 1
-
-    measured = evaluate(small_base(), tmp_path / "p", splits_of(several, 64)).to_json()
-    assert measured["temperature"] == temperature
-    assert measured["pack"]["log_loss"] == pytest.approx(report["calibrated_log_loss"], abs=1e-3)
 
 
 def test_a_classifier_follows_texts_and_other_labels(tmp_path):
@@ -203,25 +196,3 @@ def test_what_labels_have_no_use_for_is_one_line(tmp_path, make, changes, code, 
     with raises(code, flag) as error:
         train_pack(small_base(), splits_of(make), LORA, settings(**changes), tmp_path / "p")
     assert "\n" not in error.value.message and not (tmp_path / "p").exists()
-
-
-@pytest.mark.slow
-def test_the_command_line_labels_rows(tmp_path):
-    data = write_rows(tmp_path / "d", **splits_of(labelled))
-    out = tmp_path / "p"
-    args = ["--data", str(data), "--task", "classify", "--iters", "2", "--out", str(out)]
-    runner = CliRunner()
-    trained = runner.invoke(packs, ["train", *args, "--matmul-path", "dense"])
-    assert trained.exit_code == 0, trained.output
-
-    rows = '"the red car"\n\n{"text": "the blue one"}\n'
-    result = runner.invoke(packs, ["classify", "--pack", str(out), "--top", "2"], input=rows)
-    assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) == 2
-    for line in lines:
-        first, second = line["probabilities"].values()
-        assert line["label"] == next(iter(line["probabilities"])) and 1 > first >= second > 0
-
-    failed = runner.invoke(packs, ["classify", "--pack", str(out)], input='"a"\n{')
-    assert failed.exit_code == 2 and "stdin:2" in failed.output

@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, evaluate, load_base, train_pack
-from mlx_packs.bases.encoder import Encoder, tensor_name
+from mlx_packs.bases.encoder import Encoder
 from mlx_packs.bases.sentence_config import SentenceConfig
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import PackError
-from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers, tensors_of
 from mlx_packs.memory.read import read_headers
 from mlx_packs.memory.recommend import recommend, table
 from mlx_packs.objectives.embedding import DecoderVectors
 from mlx_packs.packs.manifest import check_manifest
-from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
 from tests.helpers.decoder_embedders import PROMPT, write_decoder, write_embedder
 from tests.helpers.encoders import (
@@ -33,7 +31,6 @@ from tests.helpers.encoders import (
 )
 from tests.helpers.errors import check, raises
 from tests.helpers.models import base_of
-from tests.helpers.rows import write_rows
 
 TEXTS = ["how do i fix a car?", "steps to repair the vehicle", "a"]
 LORA = LoRAConfig(rank=8)
@@ -42,9 +39,6 @@ LORA = LoRAConfig(rank=8)
 def settings(**changes) -> TrainConfig:
     plain = {"batch_size": 16, "iters": 4, "learning_rate": 1e-3, "steps_per_report": 2}
     return TrainConfig(task="embedding", **{**plain, **changes})
-
-
-FULL = settings(method="full", save_every=2, lr_schedule="constant")
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +84,13 @@ def test_a_loss_is_reported_with_the_metric_of_its_rows(
     assert next(key for key in scores if key.endswith("_before")) == f"{metric}_before"
 
 
-def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
+def test_report_and_manifest_say_what_was_done(run_of_pairs):
     report, manifest = run_of_pairs.report, run_of_pairs.pack.manifest
     assert {"mrr_at_10_before", "trained_pairs", "pairs_per_s", "plan_peak_gb"} <= set(report)
     assert not [key for key in report if key.startswith("ppl") or "tokens" in key]
 
     described = {"split": "test", "rows": 22, "available": 22, "format": "pairs"}
     assert report["held_out"] == described and report["recompute"] == "none"
-    shapes = [tensor["shape"] for tensor in tensors_of(load_base(encoder).model).values()]
-    assert report["base_weights"] == sum(map(np.prod, shapes))
-    assert report["trainable_parameters"] == manifest["adapters"]["parameters"]
 
     assert manifest["objective"] == {
         "task": "embedding",
@@ -119,10 +110,6 @@ def test_report_and_manifest_say_what_was_done(run_of_pairs, encoder):
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: sentence-similarity" in card and "MRR@10 0.0" in card
     assert "packs merge" in card and "perplexity" not in card
-
-
-def adapters(out: Path) -> str:
-    return sha256(out / "adapters.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -145,12 +132,6 @@ def test_a_setting_that_would_have_no_effect_is_refused(
     with raises(code, next(iter(changes)), *names):
         train_pack(encoder, str(pair_data[rows]), LORA, settings(**changes), tmp_path / "p")
     assert not list(tmp_path.iterdir())
-
-
-def test_flags_of_a_resumed_run_need_not_say_its_task_again(run, run_of_pairs):
-    out = run_of_pairs.pack.path
-    assert run("train", "--out", out, "--resume", "--similarity-scale", 10)[0] == 2
-    check(run.error, "mismatch", "similarity_scale", "20.0", "10.0")
 
 
 @pytest.mark.parametrize(
@@ -186,14 +167,6 @@ def test_rows_that_make_no_batch_are_refused(encoder, tmp_path, rows, batch_size
         train_pack(encoder, str(data), LORA, settings(batch_size=batch_size), tmp_path / "pack")
 
 
-def test_one_row_held_out_is_enough_for_ranking(encoder, tmp_path):
-    data = write_rows(tmp_path, train=all_pairs()[:12]) / "train.jsonl"
-    train = settings(batch_size=4, iters=2, steps_per_eval=1)
-    result = train_pack(encoder, str(data), LORA, train, tmp_path / "pack")
-    assert result.report["held_out"]["rows"] == 1 and result.report["mrr_at_10_after"] == 1
-    assert [line["valid_loss"] for line in result.curve if "valid_loss" in line] == [0]
-
-
 def test_eval_gives_the_numbers_of_the_run(run, run_of_pairs, encoder, pair_data):
     pack = run_of_pairs.pack.path
     report = run_of_pairs.report
@@ -220,8 +193,6 @@ def test_inspect_list_and_apply_say_what_it_is(run, run_of_pairs, encoder):
     code, out, _ = run("inspect", pack)
     assert code == 0 and "embeddings, loss mnrl" in out and "held-out MRR@10" in out
 
-    code, out, _ = run("list", pack.parent)
-    assert code == 0 and "MRR@10 0." in out
     code, out, _ = run("list", pack.parent, "--json")
     entry = json.loads(out)["packs"][0]
     assert entry["metric"] == "mrr_at_10" and entry["ppl_after"] is None
@@ -235,9 +206,6 @@ def test_inspect_list_and_apply_say_what_it_is(run, run_of_pairs, encoder):
     assert run("apply", pack, "--model", "tiny", "--dry-run")[0] == 2
     check(run.error, "mismatch", None, str(pack), "bert", "tiny")
 
-    code, out, _ = run("diff", pack, pack)
-    assert code == 0
-
 
 def test_a_pack_is_of_one_pooling(run_of_pairs, tmp_path):
     other = load_base(write_encoder(tmp_path, pooling="cls"))  # the same tensors
@@ -246,36 +214,29 @@ def test_a_pack_is_of_one_pooling(run_of_pairs, tmp_path):
             pass
 
 
-@pytest.fixture(scope="module")
-def full_encoder_run(encoder, pair_data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("full") / "pack"
-    return train_pack(encoder, str(pair_data["pairs"]), train=FULL, out=out)
-
-
-def test_full_fine_tuning_of_an_encoder_is_scored_by_eval(full_encoder_run, encoder, pair_data):
-    report = full_encoder_run.report
+def test_full_fine_tuning_of_an_encoder_is_scored_and_merged_and_not_exported(
+    encoder, pair_data, tmp_path
+):
+    data = str(pair_data["pairs"])
+    train = settings(method="full", save_every=2, lr_schedule="constant")
+    run = train_pack(encoder, data, train=train, out=tmp_path / "full")
+    report, pack = run.report, run.pack
     assert report["method"] == "full" and report["trainable_parameters"] == report["base_weights"]
+
     base = load_base(encoder)
     plain = base.encode(TEXTS)
-    result = evaluate(base, full_encoder_run.pack, str(pair_data["pairs"])).to_json()
+    result = evaluate(base, pack, data).to_json()
     assert result["base"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_before"])
     assert result["pack"]["mrr_at_10"] == pytest.approx(report["mrr_at_10_after"])
     assert np.array_equal(base.encode(TEXTS), plain)
 
-
-def test_full_fine_tuning_of_an_encoder_is_merged_and_not_exported(
-    full_encoder_run, encoder, pair_data, tmp_path
-):
-    report = merge_pack(
-        full_encoder_run.pack, encoder, tmp_path / "merged", data=pair_data["pairs"]
-    )
-    assert report["passed"] and report["changed"] == len(full_encoder_run.pack.tensors) == 37
-    base = load_base(encoder)
-    with base.applied(full_encoder_run.pack):
+    merged = merge_pack(pack, encoder, tmp_path / "merged", data=data)
+    assert merged["passed"] and merged["changed"] == len(pack.tensors) == 37
+    with base.applied(pack):
         wanted = base.encode(TEXTS)
     assert np.array_equal(load_base(tmp_path / "merged").encode(TEXTS), wanted)
     with raises("unsupported", None, "PEFT"):
-        export_pack(full_encoder_run.pack, "peft", tmp_path / "peft")
+        export_pack(pack, "peft", tmp_path / "peft")
 
 
 def test_merge_writes_a_folder_with_the_same_embeddings(pair_data, tmp_path):
@@ -302,20 +263,6 @@ def test_merge_writes_a_folder_with_the_same_embeddings(pair_data, tmp_path):
         merge_pack(pack, folder, tmp_path / "merged", data=pair_data["pairs"])
 
 
-def test_merge_refuses_what_it_cannot_do(run, run_of_pairs, encoder, pair_data, tmp_path):
-    pack = run_of_pairs.pack.path
-    arguments = ["merge", pack, "--model", encoder, "--data", pair_data["pairs"]]
-    assert run(*arguments, "--out", tmp_path / "m", "--requantize", "affine4")[0] == 2
-    check(run.error, "unsupported", "requantize", "affine4")
-    code, _, err = run(
-        *arguments, "--out", tmp_path / "m", "--dtype", "bfloat16", "--max-drift", 1e-8
-    )
-    assert code == 1 and "--max-drift" in err and "none --dtype float32" in err
-    assert not (tmp_path / "m").exists()
-    code, out, _ = run(*arguments, "--out", tmp_path / "m")
-    assert code == 0 and "1 - cosine" in out and (tmp_path / "m" / "1_Pooling").is_dir()
-
-
 def test_export_to_peft_names_modules_in_full_and_comes_back(run, run_of_pairs, encoder, tmp_path):
     pack = run_of_pairs.pack.path
     code, _, _ = run("export", pack, "--to", "peft", "--out", tmp_path / "peft")
@@ -324,7 +271,8 @@ def test_export_to_peft_names_modules_in_full_and_comes_back(run, run_of_pairs, 
     assert len(config["target_modules"]) == 12 and "dense" not in config["target_modules"]
 
     code, _, _ = run("import", tmp_path / "peft", "--model", encoder, "--out", tmp_path / "back")
-    assert code == 0 and adapters(tmp_path / "back") == adapters(pack)
+    files = [folder / "adapters.safetensors" for folder in (tmp_path / "back", pack)]
+    assert code == 0 and files[0].read_bytes() == files[1].read_bytes()
 
     (tmp_path / "peft" / "mlx_packs.json").unlink()  # by its own config, as of a stranger
     code, _, _ = run("import", tmp_path / "peft", "--model", encoder, "--out", tmp_path / "new")
@@ -334,33 +282,11 @@ def test_export_to_peft_names_modules_in_full_and_comes_back(run, run_of_pairs, 
     check(run.error, "unsupported", None, str(pack), "mlx-lm")
     assert not (tmp_path / "mlx").exists()
 
-    both = (f"{pack}=1", f"{tmp_path / 'new'}=1")
-    assert run("combine", *both, "--model", encoder, "--out", tmp_path / "c")[0] == 2
-    check(run.error, "unsupported", "model", "combine", "bert")
-
-
-def minilm() -> Headers:
-    config = MINILM | {"vocab_size": 30522}
-    return Headers("all-MiniLM-L6-v2", config, tensors_of(Encoder(config, SentenceConfig())))
-
-
-def test_a_folder_with_the_config_alone_is_planned(run, encoder, tmp_path):
-    config = json.loads((encoder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = read_headers(tmp_path)
-    of_weights = {n: t["shape"] for n, t in read_headers(encoder).tensors.items()}
-    assert {n: t["shape"] for n, t in result.tensors.items()} == {
-        n: shape for n, shape in of_weights.items() if tensor_name(n)
-    }
-    code, out, _ = run("plan", "--model", tmp_path, "--memory", 8, "--json")
-    assert code == 0 and json.loads(out)["options"][0]["method"] == "lora-fp32"
-    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": None}))
-    assert run("plan", "--model", tmp_path, "--memory", 8)[0] == 2
-    check(run.error, "unreadable", None, "config.json: hidden_size", "None")
-
 
 def test_plan_of_minilm_recommends_lora_in_float32():
-    headers = minilm()
+    config = MINILM | {"vocab_size": 30522}
+    tensors = tensors_of(Encoder(config, SentenceConfig()))
+    headers = Headers("all-MiniLM-L6-v2", config, tensors)
     options = recommend(headers, 8 * 10**9)
     best = options[0]
     assert best.method == "lora-fp32" and best.fits and best.plan.peak_gb < 8
@@ -371,22 +297,6 @@ def test_plan_of_minilm_recommends_lora_in_float32():
     assert "lora-fp32" in lines and "qlora" not in lines
     least = min(option.train.batch_size for option in recommend(headers, 10**8))  # fits nowhere
     assert least == 2, "one pair has no negatives"
-
-
-def test_a_plan_counts_what_a_batch_holds():
-    headers = minilm()
-
-    def peak(lora=LORA, **changes) -> int:
-        train = TrainConfig(**({"task": "embedding", "max_seq_length": 128} | changes))
-        return estimate(headers, lora, train).peak_bytes
-
-    plain = peak(batch_size=32)
-    assert 1.8 < peak(batch_size=64) / plain < 2.1
-    assert peak(batch_size=32, loss="triplet") > 1.3 * plain
-    assert peak(batch_size=32, recompute="block") < 0.5 * plain
-    assert peak(batch_size=256, loss="cached-mnrl", mini_batch_size=16) < plain
-    assert peak(LoRAConfig(rank=8, num_layers=1), batch_size=32) < 0.6 * plain
-    assert plain == peak(batch_size=32, loss="auto", quantize="none")
 
 
 def test_a_plan_of_a_folder_reads_how_long_texts_are(run, encoder, tiny):
@@ -456,8 +366,11 @@ def test_plain_decoder_gets_an_end_token_and_learns_quantized(tmp_path, pair_dat
 
 
 def test_rows_without_anchors_train_without_a_prompt(embedder, pair_data, tmp_path):
-    data, train = str(pair_data["scored"]), settings(iters=1)
-    result = train_pack(embedder, data, LORA, train, tmp_path / "pack")
+    data = str(pair_data["scored"])
+    with raises("conflict", None, "train.jsonl:1", "scored pairs"):
+        train_pack(embedder, data, LORA, settings(query_prompt="Q: "), tmp_path / "pack")
+    assert not (tmp_path / "pack").exists()
+    result = train_pack(embedder, data, LORA, settings(iters=1), tmp_path / "pack")
     assert "query_prompt" not in result.pack.manifest["objective"]
 
 
@@ -466,12 +379,6 @@ def test_padding_changes_no_vector(embedder):
     together = base.encode(TEXTS)
     alone = np.concatenate([base.encode([text]) for text in TEXTS])
     assert np.abs(together - alone).max() < 1e-5
-
-
-def test_plan_counts_a_sequence_for_each_text(embedder):
-    headers = read_headers(embedder)
-    two, three = (estimate(headers, LORA, settings(), [(64, n)]) for n in (2, 3))
-    assert 1.2 < three.parts()["activations"] / two.parts()["activations"] < 1.6
 
 
 def test_tokenizer_without_an_end_token_is_rejected(tmp_path, run, pair_data):
@@ -483,13 +390,6 @@ def test_tokenizer_without_an_end_token_is_rejected(tmp_path, run, pair_data):
     arguments = ("--task", "embedding", "--model", folder, "--data", pair_data["pairs"])
     assert run("train", *arguments, "--out", tmp_path / "pack")[0] == 2
     check(run.error, "unsupported", None, str(folder), "eos_token")
-    assert not (tmp_path / "pack").exists()
-
-
-def test_scored_pairs_have_no_query(embedder, pair_data, tmp_path):
-    with raises("conflict", None, "train.jsonl:1", "scored pairs"):
-        train = settings(query_prompt="Q: ")
-        train_pack(embedder, str(pair_data["scored"]), LORA, train, tmp_path / "pack")
     assert not (tmp_path / "pack").exists()
 
 

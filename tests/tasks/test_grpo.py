@@ -29,11 +29,9 @@ def shorter(completions, **_):
     return [-len(text) / 20 for text in completions]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    rows = [preference(i) for i in range(12)]
-    prompts = [{"prompt": r["prompt"], "completion": r["chosen"], "n": 3} for r in rows]
-    return write_rows(tmp_path_factory.mktemp("data") / "p", train=prompts[:8], valid=prompts[8:])
+PREFERENCES = [preference(i) for i in range(12)]
+PROMPTS = [{"prompt": r["prompt"], "completion": r["chosen"], "n": 3} for r in PREFERENCES]
+DATA = {"train": PROMPTS[:8], "valid": PROMPTS[8:]}
 
 
 def settings(**changes) -> TrainConfig:
@@ -65,9 +63,9 @@ def test_advantages_and_losses_are_those_of_the_paper():
 
 
 @pytest.mark.slow
-def test_a_run_earns_more_reward(tmp_path, data):
+def test_a_run_earns_more_reward(tmp_path):
     train = settings(iters=6, bias_correction=False)  # six updates are small with it
-    run = train_pack(small_base(), data, LORA, train, tmp_path / "p", reward=shorter)
+    run = train_pack(small_base(), DATA, LORA, train, tmp_path / "p", reward=shorter)
     report = run.report
     assert report["reward_after"] > report["reward_before"] + 0.1
     assert {"reward", "reward_std", "tokens_per_s"} <= set(run.curve[0])
@@ -76,7 +74,7 @@ def test_a_run_earns_more_reward(tmp_path, data):
     assert manifest["data"]["rows"] == {"train": 8, "valid": 4}
 
 
-def test_a_reward_sees_the_columns_of_its_rows(tmp_path, data):
+def test_a_reward_sees_the_columns_of_its_rows(tmp_path):
     calls = []
 
     def reward(prompts, completions, expected, n, **others):
@@ -84,7 +82,7 @@ def test_a_reward_sees_the_columns_of_its_rows(tmp_path, data):
         return np.arange(len(completions), dtype=np.float32)
 
     few = settings(iters=1, max_completion_length=3)
-    train_pack(small_base(), data, LORA, few, tmp_path / "p", reward=reward)
+    train_pack(small_base(), DATA, LORA, few, tmp_path / "p", reward=reward)
     prompts, completions, expected, n, others = calls[1]  # the first is of the held-out prompts
     assert len(prompts) == len(completions) == len(expected) == len(n) == 8
     assert prompts[0] == prompts[3] != prompts[4] and set(n) == {3}
@@ -149,24 +147,6 @@ def test_a_reward_that_is_none_is_named_in_one_line(prompts, reward, fault):
     assert "\n" not in error.value.message
 
 
-@pytest.mark.slow
-def test_a_reward_may_score_some_completions_only(tmp_path, data):
-    def some(completions, prompts, **_):
-        first = prompts[0]
-        pairs = zip(completions, prompts, strict=True)
-        return [None if prompt == first else -len(text) / 20 for text, prompt in pairs]
-
-    run = train_pack(small_base(), data, LORA, settings(), tmp_path / "p", reward=some)
-    results = run.pack.manifest["eval"]
-    assert results["rows"] == 3 and np.isfinite(results["reward_after"])
-    with raises("data", "reward", "returned None for all 4 completions of an evaluation"):
-        none = [None] * 4
-        train_pack(
-            *(small_base(), data, LORA, settings(), tmp_path / "q"),
-            reward=lambda completions, **_: none[: len(completions)],
-        )
-
-
 @pytest.mark.parametrize(
     ("reward", "code", "fault"),
     [
@@ -181,11 +161,11 @@ def test_a_reward_may_score_some_completions_only(tmp_path, data):
         ("broken.py:f", "unreadable", "broken.py cannot be executed (SyntaxError"),
     ],
 )
-def test_a_reward_that_is_not_there_is_named(here, data, reward, code, fault):
+def test_a_reward_that_is_not_there_is_named(here, reward, code, fault):
     (here / "r.py").write_text("def f(completions, **_):\n    return [0.0] * len(completions)\n")
     (here / "broken.py").write_text("def f(:\n")
     with raises(code, "reward", fault):
-        train_pack(small_base(), data, LORA, settings(reward=reward), "p")
+        train_pack(small_base(), DATA, LORA, settings(reward=reward), "p")
     assert load_reward("r.py:f")(["a"]) == [0.0] and not (here / "p").exists()
 
 
@@ -199,3 +179,11 @@ def test_rows_that_give_no_prompt_or_answer_are_named(tmp_path):
         train_pack(small_base(), long, LORA, settings(), tmp_path / "p", reward=shorter)
     with raises("data", None, "train.jsonl:1", "must have the columns {prompt, completion}"):
         train_pack(small_base(), short, LORA, TrainConfig(), tmp_path / "p")
+
+
+def test_a_reward_of_no_completion_is_named(tmp_path):
+    def reward(completions, **_):
+        return [None] * len(completions)
+
+    with raises("data", "reward", "returned None for all 4 completions of an evaluation"):
+        train_pack(small_base(), DATA, LORA, settings(), tmp_path / "p", reward=reward)

@@ -13,17 +13,18 @@ from mlx_packs.data.dataset import Tree
 from mlx_packs.display import NORMAL, Display
 from mlx_packs.evaluation import perplexity
 from mlx_packs.objectives.objective import arrays_of
-from mlx_packs.runtime import mx
 from mlx_packs.tasks import tokens as token_tasks
+from tests.helpers import rows
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.families import family_base
 from tests.helpers.models import base_of
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import write_rows
-from tests.helpers.steps import assert_same
+from tests.helpers.steps import assert_same, moved
 from tests.helpers.tasks import SHORT, EncodedTask
 from tests.helpers.variants import slow_except
+from tests.tasks.test_grpo import shorter
 
 SYSTEM = "You turn reminders into JSON with the keys task, day and time, and nothing else at all."
 SETTINGS = SHORT | {"iters": 4, "batch_size": 4, "max_seq_length": 256, "learning_rate": 2e-3}
@@ -34,13 +35,8 @@ DROPS = LoRAConfig(rank=4, dropout=0.1)
 
 def chat(number: int) -> dict:
     words = " ".join(f"thing {i}" for i in range(number % 4 + 1))
-    return {
-        "messages": [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"{number} times {words}"},
-            {"role": "assistant", "content": f"It is {number * 7}."},
-        ]
-    }
+    turns = rows.chat(f"{number} times {words}", f"It is {number * 7}.")["messages"]
+    return {"messages": [{"role": "system", "content": SYSTEM}, *turns]}
 
 
 def question(number: int) -> dict:
@@ -57,7 +53,7 @@ def begun(row: dict) -> dict:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A folder of rows by the name of what they have in common."""
-    rows = {
+    data = {
         "system": [chat(i) for i in range(20)],
         "documents": [question(i) for i in range(24)],
         "nothing": [{"text": f"{i} is the number of this text."} for i in range(20)],
@@ -68,7 +64,7 @@ def data(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("data")
     folders = {}
-    for name, each in rows.items():
+    for name, each in data.items():
         count = len(each) - held_out.get(name, 4)
         folders[name] = write_rows(folder / name, train=each[:count], valid=each[count:])
     return folders
@@ -84,11 +80,7 @@ def first_step(task: EncodedTask) -> tuple:
     Adapters are not zero, and the same each time.
     """
     objective = task.bind()
-    tensors = {
-        name: tensor + 0.1 * mx.random.normal(tensor.shape, key=mx.random.key(i))
-        for i, (name, tensor) in enumerate(task.trainable.tensors().items())
-    }
-    task.trainable.load(tensors, "test")
+    moved(task.trainable)
 
     (own,) = task.data
     batch = objective.prepare(next(own.train.batches()))
@@ -149,30 +141,26 @@ def test_the_completions_that_are_generated_share_their_prompt(data):
 
 
 @pytest.mark.parametrize(
-    ("lora", "changes", "shares"),
+    ("name", "lora", "changes", "shares"),
     [
-        (LORA, {}, True),
-        (LORA, {"packing": True}, False),
-        (LORA, {"batch_size": 1}, False),
-        (DROPS, {}, False),
-        (LORA, {"neftune_noise_alpha": 5.0}, False),
-        (LoRAConfig(rank=4, num_layers=1), {}, False),
-        (LoRAConfig(rank=4, num_layers=1), {"cache_frozen": "off"}, True),
+        ("system", LORA, {}, True),
+        ("system", LORA, {"packing": True}, False),
+        ("system", LORA, {"batch_size": 1}, False),
+        ("system", DROPS, {}, False),
+        ("system", LORA, {"neftune_noise_alpha": 5.0}, False),
+        ("system", LoRAConfig(rank=4, num_layers=1), {}, False),
+        ("system", LoRAConfig(rank=4, num_layers=1), {"cache_frozen": "off"}, True),
+        ("documents", LORA, {}, False),  # it would change the order of examples
     ],
     ids=str,
 )
-def test_auto_shares_a_prefix_where_that_changes_nothing_but_the_time(data, lora, changes, shares):
-    task = encoded(data["system"], lora, share_prefix="auto", **changes).task
+def test_auto_shares_a_prefix_where_that_changes_nothing_but_the_time(
+    data, name, lora, changes, shares
+):
+    task = encoded(data[name], lora, share_prefix="auto", **changes).task
     assert bool(task.trees) == shares
-
-
-def test_auto_shares_nothing_with_the_projection_stack():
-    train = TrainConfig(share_prefix="auto", objective="projection-stack")
-    assert not sharing.may_share(train, LORA)
-
-
-def test_auto_leaves_the_order_of_examples(data):
-    assert not encoded(data["documents"], share_prefix="auto").task.trees
+    projections = TrainConfig(share_prefix="auto", objective="projection-stack")
+    assert not sharing.may_share(projections, lora)
 
 
 def in_phases(first, second) -> EncodedTask:
@@ -186,11 +174,6 @@ def in_phases(first, second) -> EncodedTask:
 def test_a_phase_shares_what_its_own_examples_begin_with(data):
     trees = in_phases(data["nothing"], data["system"]).task.trees
     assert set(trees) == {"b"} and trees["b"].prefix >= 24
-
-
-def shorter(completions, **_) -> list[float]:
-    """More for fewer characters."""
-    return [-len(text) / 20 for text in completions]
 
 
 @pytest.mark.parametrize("task", ["lm", "dpo", "grpo"])

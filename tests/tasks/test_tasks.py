@@ -1,16 +1,17 @@
 """The seam of training: a task is one class and one name."""
 
 import json
-from dataclasses import dataclass
 
 import mlx.nn as nn
 import numpy as np
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.config.choices import TASKS, TaskFacts
+from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Batch, Dataset, FixedOrder
+from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.objectives.objective import Objective, arrays_of
-from mlx_packs.objectives.score import Score
+from mlx_packs.objectives.score import StoredScore
 from mlx_packs.runtime import mx
 from mlx_packs.tasks.phases import PhaseData
 from mlx_packs.tasks.task import Summary, Task
@@ -18,23 +19,6 @@ from tests.helpers.bases import small_base
 from tests.helpers.rows import chat, write_rows
 
 WORD = 42
-
-
-@dataclass(frozen=True)
-class WordScore(Score):
-    nll: float
-
-    @property
-    def value(self) -> float:
-        return self.nll
-
-    @property
-    def entries(self) -> dict[str, float]:
-        return {"valid_loss": self.nll}
-
-    @property
-    def text(self) -> str:
-        return f"loss {self.nll:.3f}"
 
 
 class OneWord(Objective):
@@ -51,57 +35,36 @@ class OneWord(Objective):
         total = nn.losses.cross_entropy(self.model(tokens), targets, reduction="sum")
         return total, mx.array(float(tokens.size))
 
-    def score(self, data: Dataset, advance=None) -> WordScore:
+    def score(self, data: Dataset, advance=None) -> StoredScore:
         return self.mean(data.once())
 
-    def score_trained(self, batch: Batch) -> WordScore:
+    def score_trained(self, batch: Batch) -> StoredScore:
         return self.mean([batch])
 
-    def mean(self, batches: list[Batch]) -> WordScore:
+    def mean(self, batches: list[Batch]) -> StoredScore:
         self.model.eval()
         sums = [self.loss(arrays_of(batch)) for batch in batches]
-        return WordScore(sum(s.item() for s, _ in sums) / sum(n.item() for _, n in sums))
-
-
-class Texts(list):
-    """Eight tokens of every example."""
-
-    @property
-    def count(self) -> int:
-        return len(self)
-
-    def where_of(self, indices) -> list[str]:
-        return [f"text {i}" for i in indices]
-
-
-class OneText:
-    """One example a batch; every token is a target."""
-
-    def __call__(self, texts: Texts, order: int) -> Batch:
-        tokens = np.array([texts[order]])
-        return Batch({"tokens": tokens}, tokens.size, tokens.size, (order,), texts)
-
-    def shapes(self, texts: Texts, orders) -> set[tuple[int, int]]:
-        return {(8, 8)}
-
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        return [batch]
+        return StoredScore(sum(s.item() for s, _ in sums) / sum(n.item() for _, n in sums))
 
 
 class OneWordTask(Task):
     """A task that no other file knows."""
 
     def encode(self, base, phases, splits) -> list[PhaseData]:
-        def tokens(row) -> list[int]:
-            return base.tokenizer.encode(row.value["messages"][0]["content"])[:8]
+        def example(row) -> Example:
+            tokens = base.tokenizer.encode(row.value["messages"][0]["content"])[:9]
+            return Example(np.array(tokens, np.int32), np.arange(9) > 0, "row")
 
         (read,), (phase,) = splits, phases
-        texts = {split: Texts(map(tokens, read.rows[split])) for split in read.present()}
+        texts = {
+            split: Examples([*map(example, read.rows[split])], "chat", "all")
+            for split in read.present()
+        }
         train = self.evaluation(phase, texts["train"], np.arange(3))
         return [PhaseData(self, phase, texts, train)]
 
     def evaluation(self, phase, examples, chosen) -> Dataset:
-        return Dataset(examples, OneText(), FixedOrder(chosen.tolist()))
+        return Dataset(examples, TokenCollate(1, 8), FixedOrder([*chosen[:, None]]))
 
     def sampled(self, data: PhaseData) -> np.ndarray:
         return np.arange(2)
@@ -110,7 +73,7 @@ class OneWordTask(Task):
         return [OneWord(binding.trainable.model)]
 
     def summary(self, trained) -> Summary:
-        before, after = (score.nll for score in trained.ends())
+        before, after = (score.value for score in trained.ends())
         losses = {"loss_before": before, "loss_after": after}
         return Summary({"split": "valid", "rows": 2, **losses}, {"task": "one-word"})
 

@@ -25,20 +25,14 @@ EACH = {"steps_per_eval": 1, "test_batches": 1}  # every batch is validated
 ONE = {**EACH, "save_every": 50, "keep_last": 1}  # checkpoints are of the best batch and the last
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """Validations measure `LOSSES`."""
-    monkeypatch.setattr(
-        UpdateGuard, "validate", lambda guard, _: StoredScore(LOSSES[guard._state.batches - 1])
-    )
-
-
 def adapters(result) -> str:
     return sha256(result.pack.path / ADAPTERS)
 
 
-@pytest.mark.usefixtures("measured")
-def test_the_pack_is_the_best_step_and_patience_ends_it(train):
+def test_the_pack_is_the_best_step_and_patience_ends_it(train, monkeypatch):
+    monkeypatch.setattr(
+        UpdateGuard, "validate", lambda guard, _: StoredScore(LOSSES[guard._state.batches - 1])
+    )
     run = train(iters=6, patience=2, **ONE)
     assert run.report["batches"] == BEST + 2 and run.report["best_batch"] == BEST
     assert run.pack.manifest["end"] == {
@@ -52,17 +46,6 @@ def test_the_pack_is_the_best_step_and_patience_ends_it(train):
     assert again.report["batches"] == BEST + 2 and adapters(again) == adapters(run)
 
 
-@pytest.mark.usefixtures("measured")
-@pytest.mark.slow
-def test_a_better_earlier_batch_is_said_and_a_finished_run_can_take_it(train):
-    plain = train(iters=5, keep_last=-1, **EACH)
-    (note,) = [line for line in train.lines if line.startswith("note") and "--load-best" in line]
-    assert f"at batch {BEST} " in note and "at batch 4:" in note
-    assert "end" not in plain.pack.manifest
-    resumed = train(iters=5, keep_last=-1, load_best=True, resume=True, **EACH)
-    assert resumed.report["best_batch"] == BEST
-
-
 def test_the_time_that_a_run_was_given_ends_it_with_a_pack(train, monkeypatch):
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(watch, "monotonic", lambda: next(clock))
@@ -73,14 +56,6 @@ def test_the_time_that_a_run_was_given_ends_it_with_a_pack(train, monkeypatch):
     assert RunFolder(run.run).read_identity()["recipe"]["time"] == "25s"
     more = train(iters=batches + 1, val_batches=0, resume=True)
     assert more.report["batches"] == batches + 1
-
-
-@pytest.mark.parametrize("settings", [{"load_best": True}, {"patience": 2}])
-def test_without_validation_nothing_is_loaded(tmp_path, nothing_is_loaded, settings):
-    (flag,) = settings
-    data = write_rows(tmp_path / "d", train=CHATS, test=CHATS[:1])
-    with raises("conflict", flag, "valid"):
-        train_pack("tiny", data, LORA, settings, tmp_path / "p")
 
 
 @pytest.mark.parametrize(
@@ -115,6 +90,11 @@ def test_a_curve_is_continued():
     assert (resumed.batch, resumed.since) == (early.batch, early.since)
     assert early.reason() == "no lower validation loss in 2 validations"
 
+    curve = [{"batch": b, "valid_reward": r} for b, r in ((2, 0.2), (4, 0.5), (6, 0.3))]
+    rewarded = EarlyStop(patience=1, curve=curve)
+    assert rewarded.reason() == "no higher validation reward in a validation"
+    assert rewarded.add(8, StoredScore(0.6, REWARD)) and rewarded.reason() is None
+
 
 def test_an_earlier_batch_is_better_by_losses_of_any_sign():
     for losses, batch in (
@@ -126,14 +106,6 @@ def test_an_earlier_batch_is_better_by_losses_of_any_sign():
     ):
         note = better_earlier([{"batch": i, "valid_loss": x} for i, x in enumerate(losses, 1)])
         assert (note is None) if batch is None else (f"at batch {batch} " in note)
-
-
-def test_of_rewards_a_higher_one_is_better():
-    curve = [{"batch": b, "valid_reward": r} for b, r in ((2, 0.2), (4, 0.5), (6, 0.3))]
-    early = EarlyStop(patience=1, curve=curve)
-    assert (early.batch, early.since) == (4, 1)
-    assert early.reason() == "no higher validation reward in a validation"
-    assert early.add(8, StoredScore(0.6, REWARD)) and early.reason() is None
 
 
 ANSWERS = [{"prompt": f"Item {i} is", "completion": ("red", "green")[i % 2]} for i in range(12)]
@@ -176,18 +148,18 @@ def test_a_score_is_compared_by_its_entries():
         score.by("valid_exact")
 
 
-def test_a_number_that_a_task_does_not_have_is_rejected_before_a_base_is_read(
-    tmp_path, nothing_is_loaded
-):
-    data = write_rows(tmp_path / "d", train=ANSWERS, valid=ANSWERS)
-    for settings, named in (
-        ({"best": "accuracy"}, ("--best accuracy", "valid_accuracy", "valid_exact")),
-        ({"best": "valid_exact", "task": "dpo"}, ("--best valid_exact", "valid_reward_margin")),
-        ({"best": "valid_loss", "task": "grpo", "reward": "exact"}, ("valid_reward",)),
+def test_a_number_that_is_not_measured_is_rejected_before_a_base_is_read(here, nothing_is_loaded):
+    write_rows(here / "no-valid", train=CHATS, test=CHATS[:1])
+    write_rows(here / "answers", train=ANSWERS, valid=ANSWERS)
+    for data, settings, *named in (
+        ("no-valid", {"load_best": True}, "load_best", "valid"),
+        ("no-valid", {"patience": 2}, "patience", "valid"),
+        ("answers", {"best": "accuracy"}, "best", "--best accuracy", "valid_exact"),
+        ("answers", {"best": "valid_exact", "task": "dpo"}, "best", "valid_reward_margin"),
+        (*("answers", {"best": "valid_loss", "task": "grpo", "reward": "exact"}), "best", "reward"),
     ):
-        train = TrainConfig(load_best=True, **settings)
-        with raises("conflict", "best", *named):
-            train_pack("tiny", data, LORA, train, tmp_path / "p")
+        with raises("conflict", *named):
+            train_pack("tiny", data, LORA, {"load_best": "best" in settings, **settings}, "p")
 
 
 def test_answers_that_the_examples_do_not_have_are_rejected(train):

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.nn as nn
 import pytest
 
-from mlx_packs import DataConfig, Observer, Pack, TrainConfig, train_pack
+from mlx_packs import DataConfig, Observer, Pack
 from mlx_packs.data.in_memory import columns_of
 from mlx_packs.objectives.causal_lm import CausalLM
 from mlx_packs.runtime import mx
@@ -16,6 +16,7 @@ from mlx_packs.training import planning
 from mlx_packs.training import run as run_module
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat
+from tests.training.conftest import ROWS
 
 FOUR = {"iters": 4, "steps_per_report": 2, "save_every": 2}
 
@@ -55,13 +56,19 @@ def test_observers_of_the_caller_follow_a_run_and_may_end_it(train):
 
 
 def test_an_error_of_an_observer_ends_the_run(train):
+    """The progress bar, which ends with a phase, is closed."""
+    ended = []
+
     class Broken(Observer):
         def on_report(self, line, batches_per_s) -> None:
             raise ZeroDivisionError
 
+        def on_phase_end(self) -> None:
+            ended.append(True)
+
     with pytest.raises(ZeroDivisionError):
         train(callbacks=[Broken()])
-    assert not Path("p").exists()
+    assert ended == [True] and not Path("p").exists()
 
 
 def halved(logits: mx.array, targets: mx.array) -> mx.array:
@@ -135,13 +142,32 @@ def test_wrong_modules_are_said_before_anything_is_measured(train, monkeypatch):
         train(lora={"target_modules": ("q_prj",)})
 
 
-def test_a_folder_that_is_called_as_the_bundled_base_needs_data(tmp_path):
-    with raises("invalid", "data", "name the examples"):
-        train_pack(tmp_path / "tiny", train=TrainConfig(iters=1), out=tmp_path / "p")
-
-
 def test_a_pack_records_the_layout_of_the_json_in_its_rows(train):
     rows = [chat(f"Word {i}?", json.dumps({"word": i, "red": [i, None]})) for i in range(6)]
     objective = Pack.open(train(data=rows, iters=1).pack.path).manifest["objective"]
     layout = {"item_separator": ", ", "key_separator": ": ", "keys": ["word", "red"]}
     assert objective["json_layout"] == layout
+
+
+def test_a_run_is_shown_in_one_line_and_its_report_begins_with_the_result(train):
+    run = train(test_batches=1)
+    assert len(repr(run)) < 300 and "PPL" in repr(run) and "2 updates" in repr(run)
+    assert repr(run.pack) in repr(run)
+    assert run.report["sample"]["wanted"] == ROWS[0]["messages"][1]["content"]
+
+    keys = list(run.to_json())
+    assert keys[:2] == ["pack", "run"] and keys[-1] == "versions"
+    first = ["steps", "batches", "first_loss", "last_loss", "ppl_before", "ppl_after"]
+    assert [key for key in keys if key in first] == first
+    losses = [line["loss"] for line in run.curve if "loss" in line]
+    assert [run.report["first_loss"], run.report["last_loss"]] == losses
+    assert run.report["versions"] == run.pack.manifest["versions"]
+    assert {"mlx", "device"} <= set(run.report["versions"])
+
+
+def test_a_run_from_python_shows_its_progress_unless_told_otherwise(train, capsys):
+    train("silent", progress=False)
+    assert capsys.readouterr() == ("", "")
+    train(progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "plan " in shown.err and "data " in shown.err

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mlx_packs import Phase, TrainConfig, train_pack
+from mlx_packs import TrainConfig, train_pack
 from mlx_packs.errors import RunStopped
 from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, Pressure
 from mlx_packs.packs.pack import Pack
@@ -26,12 +26,6 @@ from tests.training.conftest import files_of
 
 SIX = {"iters": 6, "save_every": 2, "max_seq_length": 32, "val_batches": 0, "test_batches": 1}
 RUN = Path("p-run")
-
-
-@pytest.fixture
-def whole(train) -> dict[str, str]:
-    """Hashes of the last checkpoint of a run that nothing happens to."""
-    return files_of(train("whole", **SIX).run)
 
 
 @pytest.mark.parametrize("is_file", [False, True])
@@ -78,8 +72,9 @@ def test_too_little_space_ends_a_run_before_the_checkpoint(train, monkeypatch):
         (errno.ENOSPC, "adapters.safetensors"),
     ),
 )
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint(train, whole, monkeypatch, code, file):
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint(train, monkeypatch, code, file):
     """Where the system says so; MLX does not, and writes a file that is too short."""
+    whole = files_of(train("whole", **SIX).run)
     write_text, save, full = Path.write_text, mx.save_safetensors, []
 
     def text(path, *args, **options):
@@ -154,14 +149,6 @@ def test_smaller_micro_batches_are_the_same_update(train, short_memory, settings
     assert 0 < differences("whole", "parts") < 2e-3
     losses = [[line["loss"] for line in run.curve if "loss" in line] for run in (whole, parts)]
     assert np.allclose(*losses, rtol=1e-4)
-
-
-def test_pieces_persist_through_phases(train, short_memory):
-    short_memory += [LOW]
-    two = (Phase("one", data="d", iters=2), Phase("two", data="d", iters=2))
-    run = train(data=None, phases=two, **SIX)
-    assert [line["micro_batches"] for line in run.curve if "micro_batches" in line] == [2]
-    assert run.report["batches"] == 4
 
 
 def test_one_row_and_critical_memory_end_the_run_saved(train, short_memory):

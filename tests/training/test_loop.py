@@ -169,29 +169,26 @@ def test_batches_that_pass_blocks_together_start_at_once():
 
 def test_seconds_of_steps_in_flight_are_counted_once(on_gpu, monkeypatch):
     """Time passes in a step's start (1 s) and in reading it (10 s)."""
-    now = [100.0]
-
-    def passing(seconds, called):
-        def call(*args):
-            now[0] += seconds
-            return called(*args)
-
-        return call
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    start = Recorder.start
+    now, seconds = [100.0], []
+    start, count = Recorder.start, TrainingState.count
 
     def timed(self, *args):
         now[0] += 1
         started = start(self, *args)
-        return SimpleNamespace(read=passing(10, started.read))
 
+        def read():
+            now[0] += 10
+            return started.read()
+
+        return SimpleNamespace(read=read)
+
+    def counted(self, *args):
+        seconds.append(args[-1])
+        count(self, *args)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(Recorder, "start", timed)
-    seconds = []
-    count = TrainingState.count
-    monkeypatch.setattr(
-        TrainingState, "count", lambda self, *args: (seconds.append(args[-1]), count(self, *args))
-    )
+    monkeypatch.setattr(TrainingState, "count", counted)
     log_of(iters=4)
     assert seconds == [12, 11, 11, 10] and sum(seconds) == now[0] - 100
 

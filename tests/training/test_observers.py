@@ -12,7 +12,6 @@ from mlx_lm.tuner import callbacks
 
 from mlx_packs import TrainConfig
 from mlx_packs.display import QUIET, Display
-from mlx_packs.errors import PackError
 from mlx_packs.reading import sealed
 from mlx_packs.training.checkpoint import ADAPTERS, OPTIMIZER
 from mlx_packs.training.observer import Observer
@@ -117,18 +116,6 @@ def test_observers_are_told_of_every_event_in_order(train, monkeypatch):
     third = [("on_step", 3), ("on_report", 3), ("on_checkpoint", None), ("on_phase_end", None)]
     assert events == [*first, *second, *third]
     assert [report["run"] for report in reports] == [str(run)]
-
-
-def test_the_progress_bar_is_closed_when_a_run_breaks_off(train, monkeypatch):
-    ended = []
-
-    def fail(line):
-        raise PackError("now")
-
-    observe(monkeypatch, on_step=fail, on_phase_end=lambda: ended.append(True))
-    with raises("invalid", None, "now"):
-        train()
-    assert ended == [True]
 
 
 def test_trackers_get_every_report_under_mlx_lms_names(train, monkeypatch):

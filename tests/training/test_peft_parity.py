@@ -4,8 +4,6 @@ Both start from the same weights (the bundled base, dense), the same adapters an
 the same order. There it is `Trainer` that clips, accumulates, warms up and decays.
 """
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.data.encoding import Example
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
+from tests.helpers.bases import dense_tiny
 from tests.helpers.checkpoints import logits, write_files
 from tests.helpers.steps import lm_stepper, make_batch
 
@@ -41,23 +40,10 @@ def dense_base(tmp_path_factory) -> Path:
     for name in ("torch", "transformers", "peft"):
         pytest.importorskip(name)
 
-    base = load_base(tiny_checkpoint())
+    base = dense_tiny()
     weights = dict(tree_flatten(base.model.parameters()))
-    modules = {name for name in weights if name.endswith(".scales")}
-    config = json.loads((tiny_checkpoint() / "config.json").read_text())
-    sizes = {key: config["quantization"][key] for key in ("group_size", "bits")}
-
-    for scales in modules:
-        path = scales.removesuffix(".scales")
-        parts = (weights.pop(f"{path}.{name}") for name in ("weight", "scales", "biases"))
-        weights[f"{path}.weight"] = mx.dequantize(*parts, **sizes).astype(mx.float32)
-
-    config = {k: v for k, v in config.items() if not k.startswith("quantization")}
-    folder = tmp_path_factory.mktemp("dense") / "qwen3"
-    write_files(folder, weights, config)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny_checkpoint() / file, folder)
-    return folder
+    config = {k: v for k, v in base.config.items() if not k.startswith("quantization")}
+    return write_files(tmp_path_factory.mktemp("dense") / "qwen3", weights, config)
 
 
 def examples(count: int) -> list[Example]:

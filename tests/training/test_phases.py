@@ -21,11 +21,10 @@ from mlx_packs.tasks.phases import resolve_phases
 from mlx_packs.training import fit
 from mlx_packs.training.run_folder import RunFolder
 from tests.helpers.errors import check, raises
-from tests.helpers.rows import chat, write_rows
-from tests.training.conftest import interrupt_at, kill_in, untimed_metrics
+from tests.helpers.rows import write_rows
+from tests.training.conftest import ROWS, interrupt_at, kill_in, untimed_metrics
 
 CODE = [{"text": f"def add_{i}(a, b):\n    return a + b + {i}\n" * (1 + i % 3)} for i in range(24)]
-TALK = [chat(f"Say {w}.", f"Yes, I say {w} to you.") for w in "one two six ten red sun".split()]
 LORA = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
 
 
@@ -33,7 +32,7 @@ LORA = LoRAConfig(rank=2, num_layers=1, dropout=0.1)
 def phase_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_rows(folder / "broad", train=CODE[:18], valid=CODE[18:])
-    write_rows(folder / "narrow", train=TALK[:4], valid=TALK[4:])
+    write_rows(folder / "narrow", train=ROWS[:4], valid=ROWS[4:])
     return folder
 
 
@@ -243,25 +242,6 @@ def test_resume_refuses_other_phases_and_other_iters(small, phase_data, whole):
         train_pack(small, None, LORA, other, whole.pack.path, resume=True)
     with raises("mismatch", "iters", "600", "700"):
         train_pack(small, None, LORA, phased(phase_data, iters=700), whole.pack.path, resume=True)
-
-
-def test_phases_work_with_packing_and_a_cached_prefix(small, phase_data, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-    off, on = (
-        train_pack(
-            small,
-            None,
-            LORA,
-            phased(phase_data, cache_frozen=how, packing=True, val_batches=0),
-            tmp_path / how,
-        ).report
-        for how in ("off", "on")
-    )
-
-    assert on["cache_frozen"]["rows_computed"] <= 22  # each row of both phases once
-    for one, other in zip(off["phases"], on["phases"], strict=True):
-        perplexities = [phase["after"]["narrow"]["ppl"] for phase in (one, other)]
-        assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
 
 
 BETWEEN = 0  # between the phases

@@ -2,22 +2,17 @@
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from mlx_packs import Pack, train_pack
-from mlx_packs.cli.train import train as train_command
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.errors import PackError
 from mlx_packs.files import exclusive_writer
 from mlx_packs.reading import sealed, sha256
 from mlx_packs.runtime import mx
-from mlx_packs.training import planning
 from mlx_packs.training.run_folder import RunFolder, output_folders
-from mlx_packs.training.state import TrainingState
 from tests.helpers.damage import renew_hashes
 from tests.helpers.errors import check, raises
 from tests.helpers.runs import LORA, TRAIN
@@ -29,13 +24,6 @@ LONGER = replace(TRAIN, iters=3)
 def resumed(small, trained_copy):
     """Resume the copied run to its third batch."""
     return lambda: train_pack(small, "d", LORA, LONGER, "o", resume=True)
-
-
-def packs_train(*args):
-    """`packs train ARGS`; what it raised, or None."""
-    return (
-        CliRunner().invoke(train_command, [str(a) for a in args], standalone_mode=False).exception
-    )
 
 
 @pytest.mark.parametrize(
@@ -70,31 +58,10 @@ def test_checkpoints_of_a_run_without_a_pack_are_kept(small, trained_copy):
         train_pack(small, "d", LORA, TRAIN, "o")
 
 
-@pytest.mark.parametrize("config", ["[]", "{", '{"format": "mlx_packs run 1"}'])
-def test_resume_refuses_a_damaged_configuration(trained_copy, resumed, config):
-    (trained_copy / "o-run" / "config.json").write_text(config)
-    with raises("unreadable", None, "o-run/config.json"):
-        resumed()
-
-
-STATE = asdict(TrainingState(batches=2, updates=2, trained_tokens=9, train_s=0.5))
-
-
-def test_a_damaged_training_state_is_rejected(trained_copy):
-    shutil.rmtree("o-run/step-000001")
-    wrong = {"more": 1}, {"batches": True}, {"updates": -1}, {"train_s": float("nan")}
-    for state in ({"batches": 2}, *(STATE | each for each in wrong)):
-        renew_hashes(Path("o-run/step-000002"), state)
-        with raises("unreadable", None, "step-000002", "state.json"):
-            RunFolder(Path("o-run")).resume_point()
-
-
 @pytest.mark.parametrize(
     ("change", "names"),
     [
         (lambda s: s.pop("random"), ["random: ", "missing", "(2,)"]),
-        (lambda s: s.update(more=mx.zeros(2)), ["more: ", "(2,)", "absent"]),
-        (lambda s: s.update(random=mx.zeros(2)), ["random: ", "mlx.core.float32"]),
         (lambda s: s.update(random=mx.zeros(3)), ["random: ", "(3,)", "(2,)"]),
     ],
 )
@@ -109,38 +76,27 @@ def test_resume_rejects_a_damaged_optimizer(trained_copy, resumed, change, names
         resumed()
 
 
-@pytest.mark.parametrize("out", [".", "/", "nope", "o-run/config.json/x"])
-def test_resume_of_no_run_is_refused(trained_copy, out):
-    assert isinstance(packs_train("--out", out, "--resume"), PackError)
-
-
-def test_resume_takes_the_matmul_path_that_auto_chose(shared_tiny, trained_copy, monkeypatch):
+def test_a_run_records_the_matmul_path_that_auto_chose(shared_tiny, trained_copy):
     auto = replace(TRAIN, matmul_path="auto", iters=1)
     report = train_pack(shared_tiny, "d", LORA, auto, "a").report
-    config = trained_copy / "a-run" / "config.json"
-    identity = json.loads(config.read_text())
-    assert identity["matmul_path"] == report["matmul_path"]
-    identity["matmul_path"] = "transient"
-    config.write_text(json.dumps(sealed(identity)))
-    monkeypatch.setattr(planning, "choose_matmul_path", None)  # by which it would choose again
-    report = train_pack(shared_tiny, "d", LORA, replace(auto, iters=2), "a", resume=True).report
-    assert report["matmul_path"] == json.loads(config.read_text())["matmul_path"] == "transient"
+    assert RunFolder(Path("a-run")).read_identity()["matmul_path"] == report["matmul_path"]
 
 
-def test_resume_needs_no_other_flag(small, trained_copy):
+def test_resume_needs_no_other_flag(small, trained_copy, run):
     train_pack(small, "d", LORA, replace(TRAIN, iters=1, max_grad_norm=None), "p")  # None stays
-    run = RunFolder(Path("p-run"))
-    then = run.read_identity()["recipe"]
-    assert packs_train("--out", "p", "--resume", "--iters", "2", "-q") is None
-    assert run.read_identity()["recipe"] == {**then, "iters": 2}
-    assert run.latest_checkpoint().name == "step-000002"
+    files = RunFolder(Path("p-run"))
+    then = files.read_identity()["recipe"]
+    assert run("train", "--out", "p", "--resume", "--iters", 2, "-q")[0] == 0
+    assert files.read_identity()["recipe"] == {**then, "iters": 2}
+    assert files.latest_checkpoint().name == "step-000002"
 
 
-def test_resume_flags_and_files_override_what_the_run_was_told(trained_copy):
+def test_resume_flags_and_files_override_what_the_run_was_told(trained_copy, run):
     (trained_copy / "c.yaml").write_text("out: o\nlora_parameters: {rank: 4, scale: 2.0}")
-    check(packs_train("-c", "c.yaml", "--resume"), "mismatch", "alpha", "None", "8.0")
-    error = packs_train("--out", "o", "--resume", "--learning-rate", "2e-3")
-    check(error, "mismatch", "learning_rate", "0.001", "0.002")
+    run("train", "-c", "c.yaml", "--resume")
+    check(run.error, "mismatch", "alpha", "None", "8.0")
+    run("train", "--out", "o", "--resume", "--learning-rate", "2e-3")
+    check(run.error, "mismatch", "learning_rate", "0.001", "0.002")
 
 
 def test_resume_may_recompute_otherwise_unless_there_is_dropout(small, trained_copy):
@@ -152,15 +108,6 @@ def test_resume_may_recompute_otherwise_unless_there_is_dropout(small, trained_c
         train_pack(small, "d", dropping, other, "p", resume=True)
 
 
-def test_resume_names_the_file_whose_recipe_is_damaged(trained_copy):
-    file = trained_copy / "o-run" / "config.json"
-    identity = json.loads(file.read_text())
-    identity["recipe"]["rank"] = "x"
-    file.write_text(json.dumps(sealed(identity)))
-    error = packs_train("--out", "o", "--resume")
-    check(error, "invalid", "rank", "o-run/config.json: rank: ")
-
-
 def test_peak_of_a_resumed_run_is_that_of_all_its_batches(trained_copy, resumed):
     file = RunFolder(Path("o-run")).latest_checkpoint() / "state.json"
     state = json.loads(file.read_text())
@@ -169,35 +116,23 @@ def test_peak_of_a_resumed_run_is_that_of_all_its_batches(trained_copy, resumed)
     assert resumed().report["peak_gb"] == 5.0
 
 
-def test_read_metrics_keeps_what_happened(tmp_path):
-    lines = [
-        {"batch": 1, "loss": 2.0},
-        {"batch": 2, "micro_batches": 2, "memory_pressure": "macOS: memory pressure"},
-        {"batch": 3, "fault": "loss nan", "action": "skip", "in_a_row": 1, "rows": ["a:1", "a:2"]},
-    ]
-    damaged = ['{"batch": 2, "loss": "2', '{"batch": 3, "loss": "x"}', '["batch"]']
-    text = "\n".join([*map(json.dumps, lines), *damaged])
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert RunFolder(tmp_path).metrics_until(3) == lines
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == list(map(json.dumps, lines))
-
-
-def test_start_from_adapters_is_recorded_and_resumable(small, trained, tmp_path):
+def test_start_from_adapters_is_recorded_and_resumable(small, trained, tmp_path, run):
     start = trained / "o" / "adapters.safetensors"
     arguments = {"resume_adapter_file": str(trained / "o")}  # a pack, or its file
-    run = train_pack(small, trained / "d", LORA, TRAIN, tmp_path / "p", **arguments)
+    first = train_pack(small, trained / "d", LORA, TRAIN, tmp_path / "p", **arguments)
     recorded = {"name": "adapters.safetensors", "sha256": sha256(start)}
-    assert run.pack.manifest["recipe"]["resume_adapter_file"] == recorded
+    assert first.pack.manifest["recipe"]["resume_adapter_file"] == recorded
     earlier = Pack.open(trained / "o").manifest["eval"]["ppl_after"]
-    assert run.report["ppl_before"] == pytest.approx(earlier, rel=1e-5)
+    assert first.report["ppl_before"] == pytest.approx(earlier, rel=1e-5)
     with raises("conflict", "resume_adapter_file"):
         train_pack(small, trained / "d", LORA, TRAIN, tmp_path / "p", resume=True, **arguments)
-    error = packs_train("--out", tmp_path / "p", "--resume", "--resume-adapter-file", start)
-    check(error, "conflict", "resume_adapter_file")
-    assert packs_train("--out", tmp_path / "p", "--resume", "--iters", "3", "-q") is None
+    again = ("train", "--out", tmp_path / "p", "--resume")
+    run(*again, "--resume-adapter-file", start)
+    check(run.error, "conflict", "resume_adapter_file")
+    assert run(*again, "--iters", 3, "-q")[0] == 0
     manifest = json.loads((tmp_path / "p" / "pack.json").read_text())
     assert manifest["recipe"]["resume_adapter_file"] == recorded
-    assert manifest["eval"]["ppl_before"] == run.report["ppl_before"]
+    assert manifest["eval"]["ppl_before"] == first.report["ppl_before"]
 
 
 def test_concurrent_runs_take_different_names(here):

@@ -1,58 +1,58 @@
-"""Packs of several seeds: each is what it is by itself, resumes to the bit, and has a part in a mean."""
+"""Packs of several seeds: each is what it is alone, resumes to the bit, and has a part in means."""
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mlx_packs import LoRAConfig, Pack, train_pack, train_seeds
-from mlx_packs.cli.main import main
-from mlx_packs.config.data import DataConfig
-from mlx_packs.config.recipe import Recipe
-from mlx_packs.display import QUIET, Display
-from mlx_packs.errors import RunStopped
+import mlx_packs as mp
+from mlx_packs import Pack, train_pack
+from mlx_packs.errors import PackError, RunStopped
 from mlx_packs.packs.base import load_base
+from mlx_packs.reading import sealed, without_seal
+from mlx_packs.report.seeds import SeedsFacts
 from mlx_packs.training import seeds as training
-from mlx_packs.training.run import train_request
 from mlx_packs.training.run_folder import RunFolder
-from mlx_packs.training.seeds import statistics, train_with_seeds
-from mlx_packs.training.settings import Request
+from mlx_packs.training.run_page import seeds_facts
+from mlx_packs.training.seeds import statistics
 from tests.helpers import runs
-from tests.helpers.errors import raises
+from tests.helpers.errors import check, raises
 from tests.helpers.observers import observe
-from tests.helpers.rows import write_rows
-from tests.helpers.runs import Lines
-from tests.training.conftest import ROWS
+from tests.helpers.rows import CHATS, write_rows
+from tests.helpers.runs import LORA, Lines
 
-TRAIN = replace(runs.TRAIN, iters=3, steps_per_eval=1, optimizer="sgd", learning_rate=0.1)
+pytestmark = pytest.mark.page
+DATA = {"train": CHATS, "valid": CHATS[:1]}
+TRAIN = replace(runs.TRAIN, steps_per_eval=1, optimizer="sgd", learning_rate=0.1)
+
+
+def train(small, out: str | Path, **options) -> mp.SeedRuns:
+    return mp.train_seeds(small, DATA, LORA, TRAIN, out, **{"seeds": 2, **options})
+
+
+@pytest.fixture(scope="module")
+def trained_seeds(small, tmp_path_factory) -> mp.SeedRuns:
+    """Three seeds of two batches, in a folder ``three``; tests only read it."""
+    folder = tmp_path_factory.mktemp("seeds") / "three"
+    return train(small, folder, seeds=3, progress=False)
 
 
 @pytest.fixture
-def rows(here) -> Path:
-    """A folder with chats, which is the current one."""
-    write_rows(here / "chats", train=ROWS, valid=ROWS[:1])
-    return here
+def three(trained_seeds, here) -> Path:
+    """A copy of `trained_seeds` in the current folder."""
+    return shutil.copytree(trained_seeds.folder, here / "three")
 
 
-@pytest.fixture
-def request_of(small):
-    """Return a request for packs ``out`` of `small`, with settings besides `TRAIN`."""
-
-    def request(out, **settings) -> Request:
-        options = {"model": "small", "out": str(out), "seeds": 2}
-        options |= {"resume": settings.pop("resume", False)}
-        train, data = replace(TRAIN, **settings), DataConfig(data="chats")
-        recipe = Recipe(LoRAConfig(rank=2), train, data, run=options, names_data=True)
-        return Request(recipe, small, Display(QUIET))
-
-    return request
+def facts_of(folder: str) -> SeedsFacts:
+    return seeds_facts(Path(folder), has_links=True)
 
 
-def adapters(run: str, batch: int = 3) -> bytes:
-    return Path(f"{run}-run/step-{batch:06d}/adapters.safetensors").read_bytes()
+def adapters(folder: Path) -> bytes:
+    return (folder / "adapters.safetensors").read_bytes()
 
 
 def test_python_trains_seeds_on_one_base_and_examples_in_memory(here, small_folder, monkeypatch):
@@ -63,9 +63,10 @@ def test_python_trains_seeds_on_one_base_and_examples_in_memory(here, small_fold
         return loaded[-1]
 
     monkeypatch.setattr(training, "load_base", load)
-    data = {"train": iter(ROWS), "valid": ROWS[:1]}
-    lora, train = LoRAConfig(rank=2), replace(TRAIN, seed=3)
-    found = train_seeds(str(small_folder), data, lora, train, "out", seeds=2, progress=display)
+    data, settings = {**DATA, "train": iter(CHATS)}, replace(TRAIN, seed=3)
+    found = mp.train_seeds(
+        str(small_folder), data, LORA, settings, "out", seeds=2, progress=display
+    )
     assert len(loaded) == 1
     assert [line for line in display.lines if line.startswith("seeds 2 packs")]
 
@@ -82,21 +83,20 @@ def test_python_trains_seeds_on_one_base_and_examples_in_memory(here, small_fold
     recipe = Pack.open("out/seed-4").manifest["recipe"]
     assert recipe["seed"] == 4 and "seeds" not in recipe
 
-    data, train = {"train": ROWS, "valid": ROWS[:1]}, replace(TRAIN, seed=4)
-    single = train_pack(loaded[0], data, lora, train, "single", progress=False)
-    assert adapters("out/seed-4") == adapters("single")
+    single = train_pack(loaded[0], DATA, LORA, replace(TRAIN, seed=4), "single", progress=False)
+    assert adapters(Path("out/seed-4")) == adapters(Path("single"))
     assert found.runs[4].report["ppl_after"] == single.report["ppl_after"]
 
 
 def test_python_says_what_seeds_need(here, small):
     for seeds in (1, 65):
         with raises("invalid", "seeds", "[2, 64]", str(seeds)):
-            train_seeds(small, ROWS, out="out", seeds=seeds)
+            train(small, "out", seeds=seeds)
     assert not Path("out").exists()
     with raises("conflict", "out"):
-        train_seeds(small, ROWS)
+        mp.train_seeds(small, CHATS)
     with raises("unknown", "seed", "train=mp.TrainConfig(seed=...)"):
-        train_seeds(small, ROWS, out="out", seed=1)
+        mp.train_seeds(small, CHATS, out="out", seed=1)
 
 
 def test_mean_and_standard_error_are_of_numbers_that_all_have():
@@ -112,61 +112,138 @@ def test_mean_and_standard_error_are_of_numbers_that_all_have():
     )
 
 
-@pytest.mark.slow
-def test_after_a_signal_resuming_changes_no_bit(rows, request_of, monkeypatch):
-    train_with_seeds(request_of("whole"))
+def test_after_a_signal_resuming_changes_no_bit(trained_seeds, small, here, monkeypatch):
     steps = []
 
     def interrupt(line):
         steps.append(line)
-        if len(steps) == 5:  # the second of seed 1
+        if len(steps) == 3:  # the first of seed 1
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
         observe(patch, on_step=interrupt)
         with pytest.raises(RunStopped) as stopped:
-            train_with_seeds(request_of("out"))
+            train(small, "out")
     assert stopped.value.exit_code == 128 + signal.SIGTERM
-    assert RunFolder(Path("out/seed-1-run")).checkpoints()[-1].name == "step-000002"
+    assert RunFolder(Path("out/seed-1-run")).checkpoints()[-1].name == "step-000001"
 
-    train_with_seeds(request_of("out", resume=True))
-    for each in (0, 1):
-        assert adapters(f"out/seed-{each}") == adapters(f"whole/seed-{each}")
+    train(small, "out", resume=True)
+    for name in ("seed-0", "seed-1"):
+        assert adapters(Path("out") / name) == adapters(trained_seeds.folder / name)
 
-    again = train_with_seeds(request_of("out", resume=True))  # which takes no step
-    assert [run.report["batches"] for run in again.runs.values()] == [3, 3]
+    again = train(small, "out", resume=True)  # which takes no step
+    assert [run.report["batches"] for run in again.runs.values()] == [2, 2]
 
 
-def test_folders_are_checked_before_the_first_pack_is_trained(rows, request_of):
-    train_request(request_of("pack"))
-    with raises("exists", "out", "pack"):
-        train_with_seeds(request_of("pack"))
+def test_folders_are_checked_before_the_first_pack_is_trained(small, trained_copy):
+    with raises("exists", "out", "o"):
+        train(small, "o")
     Path("out/seed-1").mkdir(parents=True)
     Path("out/seed-1/mine").touch()
     with raises("exists", "out", "seed-1"):
-        train_with_seeds(request_of("out"))
+        train(small, "out")
     assert [path.name for path in Path("out").iterdir()] == ["seed-1"]
 
 
-def test_the_command_prints_the_mean(rows, small_folder, capsys):
-    arguments = f"train --model {small_folder} --data chats --seeds 2 --out out --iters 2 --rank 2"
-    arguments += " --batch-size 2 --max-seq-length 64 --matmul-path dense"
-    with pytest.raises(SystemExit) as ended:
-        main(arguments.split())
-    assert not ended.value.code
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_prints_the_mean(here, small_folder, run):
+    write_rows(here / "chats", **DATA)
+    words = f"train --model {small_folder} --data chats --out out --iters 2 --rank 2".split()
+    words += "--batch-size 2 --max-seq-length 64 --matmul-path dense --seeds".split()
+    code, out, err = run(*words, 2)
+    assert code == 0, err
+    lines = out.splitlines()
     assert lines[0].startswith("mean ") and "±" in lines[0] and "2 seeds" in lines[0]
     assert [line.split()[0] for line in lines[1:5]] == ["loss", "speed", "seed-0", "seed-1"]
 
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments.replace("--seeds 2", "--seeds 300").split(), "--overwrite"])
-    assert ended.value.code == 2
-    assert "--seeds: must be in [2, 64], but is 300" in capsys.readouterr().err
+    code, _, err = run(*words, 300, "--overwrite")
+    assert code == 2 and "--seeds: must be in [2, 64], but is 300" in err
 
 
 def test_packs_of_another_task_have_a_mean(here, small):
     rows = [{"text": f"row {n}", "label": f"{n % 2}"} for n in range(8)]
-    write_rows(here / "data", train=rows, valid=rows, test=rows)
-    train = replace(TRAIN, task="classify", iters=1, steps_per_eval=10)
-    found = train_seeds(small, "data", None, train, "out", seeds=2, progress=False)
+    settings = replace(TRAIN, task="classify", iters=1, steps_per_eval=10)
+    data = dict.fromkeys(("train", "valid", "test"), rows)
+    found = mp.train_seeds(small, data, None, settings, "out", seeds=2, progress=False)
     assert "tok/s" in str(found).splitlines()[2]
+
+
+def test_the_page_has_the_means_of_seeds_json(trained_seeds):
+    page = (trained_seeds.folder / "report.html").read_text(encoding="utf-8")
+    stored = json.loads((trained_seeds.folder / "seeds.json").read_text())
+    mean = stored["mean"]["ppl_after"]
+    error = stored["standard_error"]["ppl_after"]
+    assert f"{mean:,.0f} ± {error:.0f}" in page
+    assert set(stored["mean"]) <= set(page.replace("<wbr>", "").replace("<", ">").split(">"))
+
+    facts = facts_of(trained_seeds.folder)
+    names = [seed.name for seed in facts.finished]
+    assert facts.status == "" and names == ["seed-0", "seed-1", "seed-2"]
+    for seed in facts.seeds:
+        assert (trained_seeds.folder / seed.link).is_file() and f'href="{seed.link}"' in page
+    assert str(trained_seeds.folder.parent) not in page
+
+
+def test_packs_report_writes_the_page_of_seeds(three, run):
+    page = (three / "report.html").read_bytes()
+    (three / "report.html").unlink()
+    code, out, _ = run("report", "three")
+    assert code == 0 and "three/report.html" in out
+    assert (three / "report.html").read_bytes() == page
+
+    assert mp.write_page("three", "there.html") == Path("there.html")
+    assert "href" not in Path("there.html").read_text()
+
+
+def test_a_seed_without_a_result_is_named_and_in_no_mean(three):
+    (three / "seed-1-run" / "report.json").unlink()
+    facts = facts_of("three")
+    assert facts.status == "2 of 3 seeds finished; means are of two or more"
+    assert [bool(seed.numbers) for seed in facts.seeds] == [True, False, True]
+    assert "Not finished" in facts.seeds[1].note
+
+    (three / "seed-2-run" / "report.json").unlink()
+    assert facts_of("three").status == "1 of 3 seeds finished; means are of two or more"
+
+
+def test_a_failed_gate_is_named(three):
+    file = three / "seed-0-run" / "report.json"
+    report = without_seal(json.loads(file.read_text()))
+    for gates, is_named in (({"max_pack_mb": {"passed": False}}, True), ([1], False)):
+        file.write_text(json.dumps(sealed(report | {"gates": gates})))
+        assert ("gate max_pack_mb failed" in facts_of("three").seeds[0].note) == is_named
+
+
+def test_runs_of_other_settings_are_left_out(three, trained):
+    shutil.copytree(trained / "o-run", three / "seed-7-run")
+    facts = facts_of("three")
+    assert facts.status == "seed-7: other settings or examples, left out" and len(facts.seeds) == 3
+
+
+def test_folders_without_a_page_are_errors(three, rejected):
+    Path("empty/seed-0-run").mkdir(parents=True)
+    check(rejected("report", "empty"), "not-found")
+    check(rejected("report", "three", "--out", "empty"), "exists", "out")
+
+
+def test_a_rejected_run_leaves_the_page_of_the_earlier_one(three, small):
+    before = [(three / name).read_bytes() for name in ("report.html", "seeds.json")]
+    with raises("exists"):
+        train(small, "three", progress=False)
+    assert [(three / name).read_bytes() for name in ("report.html", "seeds.json")] == before
+
+
+def test_a_pack_that_fails_leaves_a_page_of_the_others(three, small, monkeypatch):
+    failed, display = [], Lines()
+
+    def fail(line):
+        if not failed:
+            failed.append(line)
+            raise PackError("does not go on", "diverged")
+
+    observe(monkeypatch, on_step=fail)
+    with raises("diverged", None, "seed-0: "):
+        train(small, "three", seeds=3, overwrite=True, progress=display)
+    assert not (three / "seeds.json").exists()
+    assert facts_of("three").status == "2 of 3 seeds finished; means are of two or more"
+    assert "2 of 3 seeds finished" in (three / "report.html").read_text()
+    assert "page three/report.html" in display.lines

@@ -10,7 +10,6 @@ from mlx_packs.data.encoding import Example
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.training import update as updates
 from tests.helpers.models import base_of
 from tests.helpers.steps import (
     examples_of,
@@ -83,39 +82,6 @@ def test_every_optimizer_lowers_the_loss(optimizer):
     batch = make_batch(small_examples(), range(4), 4, 64)
     losses = [stepper(batch, True, True)[0] for _ in range(4)]
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow
-def test_a_hundred_steps_leave_memory_as_it_was():
-    attached = attach(base_of("qwen3"), LoRAConfig(rank=4), None, "quantized", 0)
-    optimizer = make_optimizer(TrainConfig(iters=4, learning_rate=1e-3))
-    optimizer.init(attached.model.trainable_parameters())
-    stepper = lm_stepper(attached.model, optimizer)
-
-    batches = [
-        make_batch(small_examples(), range(n), 4, limit) for n in (1, 4) for limit in (29, 40, 64)
-    ]
-
-    active = []
-    with runtime.memory_limits():
-        for number in range(100):
-            stepper(batches[number % len(batches)], True, True)
-            active.append(mx.get_active_memory())
-            assert mx.get_cache_memory() <= runtime.cache_limit()
-
-    assert max(active[20:]) <= max(active[:20]) and max(active[90:]) <= max(active[10:20])
-    assert 1 < len(stepper.shapes) <= len(batches)
-    assert stepper.traces == 0 or runtime.COMPILES
-
-
-@pytest.mark.parametrize("compiles", [True, False])
-def test_norm_is_that_of_all_numbers(compiles, monkeypatch):
-    """Small arrays are joined where steps are compiled, and no large one with others."""
-    monkeypatch.setattr(runtime, "COMPILES", compiles)
-    monkeypatch.setattr(updates, "_JOINED", 100)
-    arrays = [mx.random.normal(shape) for shape in ((3, 5), (70,), (20,), (11, 13), (2, 2))]
-    flat = mx.concatenate([a.reshape(-1) for a in arrays])
-    assert abs(updates._norm(arrays).item() / mx.linalg.norm(flat).item() - 1) < 1e-6
 
 
 def test_compiled_update_of_one_factor_is_that_of_mean_and_clipping(monkeypatch):

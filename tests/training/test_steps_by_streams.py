@@ -20,11 +20,6 @@ from tests.helpers.models import base_of
 from tests.helpers.steps import examples_of, lm_stepper, make_batch
 
 pytestmark = pytest.mark.skipif(runtime.COMPILES, reason="steps are compiled here")
-LLAMA3_ROPE = {
-    **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
-    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-}
-MODELS = {"qwen3": {}, "qwen2": {}, "llama": {"rope_scaling": LLAMA3_ROPE}}
 
 
 def batches() -> list:
@@ -37,7 +32,7 @@ def batches() -> list:
 
 
 def model_with_adapters(family: str, path: str, recompute: str):
-    base = base_of(family, **MODELS[family])
+    base = base_of(family)
     attached = attach(base, LoRAConfig(rank=4), matmul_path=path)
     for place in attached.places.values():
         place.lora.lora_b[:] = [0.1 * mx.ones(b.shape) for b in place.lora.lora_b]
@@ -63,15 +58,13 @@ def take_steps(family: str, path: str, recompute: str, accumulate: int):
 
 
 @pytest.mark.parametrize(
-    ("family", "path", "recompute", "accumulate"),
+    "run",
     [
         ("qwen3", "transient", "selective", 2),
-        pytest.param("qwen2", "transient", "block", 1, marks=pytest.mark.slow),
-        pytest.param("llama", "dense", "selective", 2, marks=pytest.mark.slow),
+        pytest.param(("qwen2", "dense", "block", 1), marks=pytest.mark.slow),
     ],
 )
-def test_steps_on_two_streams_are_those_on_one(family, path, recompute, accumulate):
-    run = family, path, recompute, accumulate
+def test_steps_on_two_streams_are_those_on_one(run):
     with streams(1):
         expected, adapters = take_steps(*run)
     with streams(2):

@@ -3,10 +3,10 @@
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig, train_pack
-from mlx_packs.ops import _backend, dispatch
+from mlx_packs.ops import dispatch
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
-from tests.helpers.emulation import emulation, failing_maker
+from tests.helpers.emulation import emulation
 from tests.helpers.rows import chat, write_rows
 
 STEPS = 4  # emulated ones take long
@@ -46,15 +46,3 @@ def test_steps_have_the_losses_of_the_reference(language, losses):
     assert names >= {"down", "up_4at0_4at1_3at2"}
     assert report["ops"]["backend"] == language and report["ops"]["kernels"]
     assert not report["ops"]["fallbacks"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["compile", "exception", "wrong"])
-def test_run_where_a_kernel_fails_equals_the_reference(kind, losses, monkeypatch, caplog):
-    expected, _ = losses("reference", iters=2)
-    with emulation("metal") as _, dispatch.backend("metal"):
-        monkeypatch.setitem(_backend.MAKERS, "metal", failing_maker(kind, _backend.MAKERS["metal"]))
-        by_kernels, report = losses("kernels", iters=2)
-    assert by_kernels == expected
-    assert set(report["ops"]["fallbacks"]) == {"grouped_lora"} and not report["ops"]["kernels"]
-    assert len(caplog.records) == 1
