@@ -89,7 +89,6 @@ def sample(
         ("count", True, "an integer, but is True (bool)"),
         ("rate", None, "a number, but is a NoneType"),
         ("names", "lm_head", "a list of texts, but is 'lm_head' (str)"),
-        ("names", {"a": 1}, "a list of texts, but is a dict"),
         ("packs", ["a"], "text, a path, a pack, a mapping or a list, but is ['a'] (list)"),
         ("lora", mp.TrainConfig(), "a LoRAConfig, but is a TrainConfig"),
         ("columns", ["a"], "a DataConfig or a mapping, but is ['a'] (list)"),

@@ -9,26 +9,21 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from mlx_lm import lora as theirs
-from mlx_lm.tuner import callbacks
 from mlx_lm.tuner import datasets as their_data
 from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.geometry import select_targets
-from mlx_packs.cli import recipe as cli_recipe
 from mlx_packs.cli.train import train as command
 from mlx_packs.config.external import translate
 from mlx_packs.config.fields import read_settings
 from mlx_packs.config.recipe import resolve, tiny_recipe
-from mlx_packs.config.schema import DataConfig, LoRAConfig, TrainConfig
+from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.display import NORMAL, Display
-from mlx_packs.errors import PackError
 from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
-from mlx_packs.training import run as training
 from mlx_packs.training.attached import _describe
-from mlx_packs.training.run_folder import output_folders
 from mlx_packs.vision import tokenizer
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of, model_of
@@ -115,6 +110,8 @@ def test_table_has_a_row_for_every_flag_of_mlx_lm():
     rows = {row for row in ROWS if row.startswith("--")}
     assert flags <= rows
     assert rows - flags <= NEW_IN_0_32  # Python 3.10 gets mlx-lm 0.31
+    named = {f for row in ROWS.values() for f in re.findall(r"--[a-z-]+", row[1])}
+    assert named and named <= set(OPTIONS)
 
 
 def test_table_has_a_row_for_every_key_without_a_flag(monkeypatch):
@@ -159,11 +156,6 @@ def test_table_states_both_defaults(dest):
     known = {**recipe.to_json(), **NOT_FIELDS}
     assert there == shown(theirs.CONFIG_DEFAULTS[dest])
     assert here == shown(known.get(dest))
-
-
-def test_table_names_flags_that_exist():
-    named = {f for row in ROWS.values() for f in re.findall(r"--[a-z-]+", row[1])}
-    assert named and named <= set(OPTIONS)
 
 
 def test_command_takes_a_whole_command_line_of_mlx_lm():
@@ -225,44 +217,31 @@ hf_dataset:
 """
 
 
-@pytest.fixture
-def from_yaml(tmp_path):
+def test_resolve_reads_a_whole_yaml_of_mlx_lm(tmp_path):
     (tmp_path / "lora.yaml").write_text(YAML)
-    return resolve(read_settings(tmp_path / "lora.yaml"))
-
-
-def test_resolve_reads_a_whole_yaml_of_mlx_lm(from_yaml):
-    lora = from_yaml.lora
+    recipe = resolve(read_settings(tmp_path / "lora.yaml"))
+    lora = recipe.lora
     assert (lora.rank, lora.alpha / lora.rank, lora.dropout, lora.num_layers) == (8, 20.0, 0.1, 1)
-    assert from_yaml.run == {"model": "m", "out": "adapters"}
-    assert from_yaml.data.hf_dataset["completion_feature"] == "summary"
-
-
-def test_resolve_keys_choose_the_modules_that_mlx_lm_adapts(from_yaml):
-    model, _ = model_of("qwen3")
-    targets = select_targets(model, from_yaml.lora.target_modules, from_yaml.lora.num_layers)
-    parameters = {"rank": 8, "scale": 20.0, "dropout": 0.0}
-    parameters["keys"] = list(from_yaml.lora.target_modules)
-    adapted, _ = model_of("qwen3")
-    their_tuner.linear_to_lora_layers(adapted, 1, parameters)
-    kind = their_tuner.LoRALinear
-    wanted = {path for path, m in adapted.named_modules() if isinstance(m, kind)}
-    assert {path for path, _ in targets} == wanted and len(wanted) == 2
-
-
-@pytest.mark.parametrize("num_layers", [0, -1, 1, 2])
-def test_select_targets_num_layers_takes_the_blocks_that_mlx_lm_takes(num_layers):
-    model, _ = model_of("qwen3")
-    targets = {path for path, _ in select_targets(model, (), num_layers)}
-    their_tuner.linear_to_lora_layers(model, num_layers, {"rank": 2, "scale": 1.0, "dropout": 0.0})
-    kind = their_tuner.LoRALinear
-    assert targets == {path for path, m in model.named_modules() if isinstance(m, kind)}
-
-
-def test_make_optimizer_passes_arguments_of_a_yaml(from_yaml):
-    adamw = make_optimizer(from_yaml.train)
+    assert lora.target_modules == ("self_attn.q_proj", "self_attn.v_proj")
+    assert recipe.run == {"model": "m", "out": "adapters"}
+    assert recipe.data.hf_dataset["completion_feature"] == "summary"
+    adamw = make_optimizer(recipe.train)
     assert (adamw.betas, adamw.eps, adamw.weight_decay) == ([0.9, 0.98], 1e-6, 0.05)
     assert adamw.bias_correction
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_layers"),
+    [((), 0), ((), -1), ((), 2), (("self_attn.q_proj", "self_attn.v_proj"), 1)],
+)
+def test_keys_and_num_layers_choose_the_modules_that_mlx_lm_adapts(keys, num_layers):
+    model, _ = model_of("qwen3")
+    targets = {path for path, _ in select_targets(model, keys, num_layers)}
+    parameters = {"rank": 2, "scale": 1.0, "dropout": 0.0} | ({"keys": list(keys)} if keys else {})
+    their_tuner.linear_to_lora_layers(model, num_layers, parameters)
+    kind = their_tuner.LoRALinear
+    assert targets == {path for path, m in model.named_modules() if isinstance(m, kind)}
+    assert len(targets) == 2 or not keys
 
 
 @pytest.mark.parametrize(
@@ -287,15 +266,14 @@ def test_clear_cache_threshold_takes_the_sizes_of_mlx_lm(size):
     assert recipe.train.clear_cache_threshold == _parse_size(size)
 
 
-@pytest.mark.parametrize("optimizer", ACTIONS["optimizer"].choices)
-def test_optimizers_of_mlx_lm_exist_here(optimizer):
-    cls = type(make_optimizer(recipe_of("--optimizer", optimizer).train))
-    assert cls.__name__.lower() == optimizer
-
-
-def test_fine_tune_type_is_the_method():
+def test_optimizers_fine_tune_type_and_mask_prompt_mean_what_they_mean_there():
+    for optimizer in ACTIONS["optimizer"].choices:
+        cls = type(make_optimizer(recipe_of("--optimizer", optimizer).train))
+        assert cls.__name__.lower() == optimizer
     for kind in ACTIONS["fine_tune_type"].choices:
         assert recipe_of("--fine-tune-type", kind) == recipe_of("--method", kind)
+    for value, loss_on in ((True, "completion"), (False, "all")):
+        assert resolve({"mask_prompt": value}).train.loss_on == loss_on
 
 
 def test_evaluation_alone_is_an_error_with_what_to_write():
@@ -303,39 +281,9 @@ def test_evaluation_alone_is_an_error_with_what_to_write():
         resolve({"train": False})
 
 
-def test_mask_prompt_of_a_file_means_what_it_means_there():
-    for value, loss_on in ((True, "completion"), (False, "all")):
-        assert resolve({"mask_prompt": value}).train.loss_on == loss_on
-
-
-def test_command_resolves_its_recipe_once(here, monkeypatch):
-    requests, recipes = [], []
-
-    def recorded(*args, **options):
-        recipes.append(resolve(*args, **options))
-        return recipes[-1]
-
-    monkeypatch.setattr(cli_recipe, "resolve", recorded)
-    monkeypatch.setattr(training, "train_request", lambda given: requests.append(given) or 1 / 0)
-    (here / "a.yaml").write_text("rank: 4")
-    (here / "b.yaml").write_text("iters: 3")
-    with pytest.raises(ZeroDivisionError):
-        command.main(["-c", "a.yaml", "-c", "b.yaml", "--seed", "5"], standalone_mode=False)
-    (recipe,) = recipes
-    assert [request.recipe for request in requests] == recipes
-    assert recipe.specified == {"rank", "iters", "seed"}
-    assert (recipe.lora.rank, recipe.train.iters, recipe.train.seed) == (4, 3, 5)
-
-
 def invoke_train(*args: str):
     """`packs train ARGS`."""
     return CliRunner().invoke(command, list(args), standalone_mode=False)
-
-
-def test_report_to_is_an_error_before_anything_is_loaded(monkeypatch, nothing_is_loaded):
-    monkeypatch.setattr(callbacks, "wandb", None)
-    error = invoke_train("--report-to", "wandb").exception
-    assert isinstance(error, PackError) and error.message.startswith("--report-to wandb: ")
 
 
 def test_show_mask_prints_json_and_loads_no_weights(nothing_is_loaded):
@@ -372,16 +320,3 @@ def test_examples_make_packs_that_stock_mlx_lm_opens():
     for file in TABLE.parent.glob("*.yaml"):
         recipe = resolve(translate(read_settings(file), str(file)), str(file))
         assert not recipe.lora.rank_pattern
-
-
-@pytest.mark.parametrize(
-    ("columns", "name"),
-    [
-        (DataConfig(), "tiny"),
-        (DataConfig("some/rows.jsonl"), "rows"),
-        (DataConfig(hf_dataset=[{"path": "owner/first-v1.5"}, {"path": "b"}]), "first-v1.5"),
-    ],
-)
-def test_pack_is_named_after_its_first_data_set(here, columns, name):
-    with output_folders(None, columns, overwrite=False, resume=False) as (folder, run):
-        assert (folder, run) == (Path("packs") / name, Path("packs") / f"{name}-run")

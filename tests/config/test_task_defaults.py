@@ -1,7 +1,8 @@
-"""The defaults of a task are the same in Python, on the command line, in help and reference."""
+"""Each setting names the tasks that have it; their defaults are the same in Python, flags and help."""
 
 import copy
 import dataclasses
+import inspect
 import pickle
 import re
 from dataclasses import replace
@@ -16,8 +17,11 @@ from mlx_packs.cli.options import HELP_TOPIC, SETTINGS
 from mlx_packs.cli.recipe import recipe_of
 from mlx_packs.cli.topics import TopicCommand
 from mlx_packs.config.choices import TASKS, Table
+from mlx_packs.config.common import CommonConfig
 from mlx_packs.config.fields import facts_of, flags_of
+from mlx_packs.config.optimizer import OptimizerConfig
 from mlx_packs.config.recipe import from_configs, resolve, tiny_recipe
+from mlx_packs.config.tasks import TaskSettings, tasks_of
 from mlx_packs.plugins import Plugin
 from mlx_packs.tasks.phases import resolve_phases
 from tests.helpers.errors import raises
@@ -185,3 +189,48 @@ def test_every_setting_with_a_default_of_a_task_is_one_of_its_settings():
     for facts in TASKS.values():
         assert facts.defaults.keys() <= {field.name for field in FIELDS}
         assert not any(facts_of(f).shown_default for f in FIELDS if f.name in facts.defaults)
+
+
+def test_a_setting_belongs_to_the_tasks_that_it_names():
+    assert tasks_of("cpo_alpha") == ("cpo",)
+    assert tasks_of("loss") == ("embedding", "dpo", "cpo", "rerank", "distill")
+    assert tasks_of("beta") == ("dpo", "orpo", "simpo", "cpo", "kto", "grpo")
+    without_texts = ("embedding", "rerank")
+    assert tasks_of("text_feature") == tuple(t for t in TASKS if t not in without_texts)
+    assert tasks_of("iters") == tasks_of("learning_rate") == tasks_of("rank") == ()
+    assert tasks_of("packing") == ("lm", "distill")
+    assert tasks_of("num_proc") == tuple(t for t in TASKS if t not in (*without_texts, "grpo"))
+    assert tasks_of("label_smoothing") == ("lm", "dpo", "cpo")
+
+
+def test_a_signature_begins_with_the_common_settings_and_ends_with_those_of_tasks():
+    parameters = inspect.signature(TrainConfig).parameters
+    assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    expected = [
+        field.name
+        for config in (CommonConfig, OptimizerConfig, TaskSettings)
+        for field in dataclasses.fields(config)
+    ]
+    assert list(parameters) == expected
+    assert all(tasks_of(field.name) for field in dataclasses.fields(TaskSettings))
+
+
+def test_the_settings_of_a_task_are_checked_against_each_other():
+    with raises("conflict", "loss", "--label-smoothing"):
+        TrainConfig(task="dpo", loss="robust")
+    with raises("conflict", "fim_tokens", "--fim-rate"):
+        TrainConfig(fim_tokens=("a", "b", "c"))
+    with raises("conflict", "fim_tokens") as error:
+        TrainConfig(task="dpo", fim_tokens=("a", "b", "c"))
+    assert error.value.message == "--fim-tokens: needs --task lm."
+
+
+def test_settings_are_checked_where_a_phase_has_their_task_and_rejected_where_none_has():
+    lm = Phase("c", task="lm")
+    with raises("conflict", "label_smoothing", "--loss hinge"):
+        TrainConfig(phases=(lm, Phase(task="cpo")), loss="hinge", label_smoothing=0.1)
+    phases = (Phase("a", task="dpo"), Phase("b", task="orpo"))
+    for name, value in (("fim_rate", 0.5), ("loss_on", "all")):
+        with raises("conflict", name, "needs --task lm"):
+            TrainConfig(phases=phases, **{name: value})
+    assert TrainConfig(phases=(*phases, lm), loss_on="all").loss_on == "all"

@@ -10,7 +10,6 @@ from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import Row
 from mlx_packs.data.rows import load_rows, read_rows
-from mlx_packs.data.token_cache import encode_cached
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 
@@ -40,26 +39,19 @@ def tokenizer():
     return tokenizer
 
 
-@pytest.fixture
-def bad_file(tmp_path):
-    """Good rows with a bad one of each kind before each of them, and one more behind."""
+def test_skip_leaves_out_every_kind_of_bad_row(tmp_path, tokenizer):
     lines = [json.dumps(row).encode() for row in GOOD]
-    for i, line in enumerate(BAD.values()):
+    for i, line in enumerate(BAD.values()):  # before each good row, and more behind
         lines.insert(2 * i, line)
     file = tmp_path / "train.jsonl"
     file.write_bytes(b"\n".join(lines))
-    return file
-
-
-def test_skip_leaves_out_every_kind_of_bad_row(bad_file, tokenizer):
-    rows = read_rows(bad_file)
-    examples = encode(rows, tokenizer, SKIP)
+    examples = encode(read_rows(file), tokenizer, SKIP)
     wanted = encode([Row("x", row) for row in GOOD], tokenizer, STOP)
     assert [e.tokens.tolist() for e in examples.items] == [e.tokens.tolist() for e in wanted.items]
     assert examples.fingerprint == wanted.fingerprint
     assert examples.bad.counts() == dict.fromkeys(BAD, 1)
     assert [i for i, _ in examples.bad.errors] == sorted(i for i, _ in examples.bad.errors)
-    assert [e.where for e in examples.items][0] == f"{bad_file}:2"
+    assert [e.where for e in examples.items][0] == f"{file}:2"
 
 
 @pytest.mark.parametrize("reason", BAD)
@@ -79,25 +71,8 @@ def test_split_of_bad_rows_alone_is_an_error(tmp_path, tokenizer):
     (tmp_path / "train.jsonl").write_text("{\n[\n")
     with raises("unreadable", None, "train.jsonl:1"):
         load_rows(DataConfig(data=str(tmp_path), on_bad_row="skip"))
-
-
-def test_a_setting_that_fits_no_row_stops_whatever_the_policy(tokenizer):
-    rows = [Row("x:0", GOOD[0])]
-    with raises("mismatch", None, "x:0", "vocabulary"):
-        encode(rows, tokenizer, SKIP, EncodingOptions(vocab_size=9))
-
-
-def test_cached_tokens_remember_what_was_left_out(bad_file, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-    results = [
-        encode_cached(read_rows(bad_file), tokenizer, SKIP, EncodingOptions(), 1) for _ in range(2)
-    ]
-    (first, file), (second, same) = results
-    assert file == same and file is not None
-    assert first.bad.to_json() == second.bad.to_json()
-    assert [e.message for _, e in first.bad.errors] == [e.message for _, e in second.bad.errors]
-    with raises("unreadable", None, f"{bad_file}:1"):
-        encode_cached(read_rows(bad_file), tokenizer, STOP, EncodingOptions(), 1)
+    with raises("mismatch", None, "x:0", "vocabulary"):  # a setting that fits no row
+        encode([Row("x:0", GOOD[0])], tokenizer, SKIP, EncodingOptions(vocab_size=9))
 
 
 def test_run_counts_what_it_leaves_out(here, run):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from mlx_packs import runtime
-from mlx_packs.data.batches import few_shapes, token_collate, training_set
+from mlx_packs.data.batches import few_shapes, most_targets, token_collate, training_set
 from mlx_packs.data.dataset import Batch, Dataset, by_length, first_examples, prefetched
 from mlx_packs.data.encoding import Example, Examples
-from mlx_packs.data.sampler import Sampler
-from mlx_packs.data.shapes import MOST_SHAPES
-from tests.data.test_trees import inputs_of
+from mlx_packs.data.sampler import Draw, Sampler, aligned_batches, packing_fill
+from mlx_packs.data.shapes import MOST_SHAPES, sequence_inputs
+from tests.data.test_groups import inputs_of
 
 
 @pytest.fixture(scope="module")
@@ -128,19 +128,21 @@ def test_an_epoch_rebuilds_every_example_once(ragged_examples, options):
         assert segments is None or set(np.diff(segments).ravel()) <= {0, 1}
 
 
+def test_row_of_the_maximal_length_fills_a_packed_row():
+    items = [Example(np.arange(n, dtype=np.int32), np.arange(n) > 0, "x") for n in (9, 9, 2)]
+    examples = Examples(items, "text", "all")
+    first, second = islice(
+        training_set(examples, sampler_of(examples, 2, 8, packing=True)).batches(), 2
+    )
+    assert sorted(first.examples + second.examples) == [0, 1, 2]
+
+
 def test_compiled_packed_batches_have_one_width_and_few_sizes_of_targets(ragged_examples, compiled):
     data = training_set(ragged_examples, sampler_of(ragged_examples, 4, 400, packing=True))
     batches = list(islice(data.batches(), 40))
     shapes = {(b.inputs["tokens"].shape[1], b.inputs["targets"].size) for b in batches}
     assert {b.inputs["tokens"].shape for b in batches} == {(4, 400)} and len(shapes) <= 12
     assert shapes == data.shapes(40)
-
-
-def test_row_of_the_maximal_length_fills_a_packed_row():
-    items = [Example(np.arange(n, dtype=np.int32), np.arange(n) > 0, "x") for n in (9, 9, 2)]
-    examples = Examples(items, "text", "all")
-    stream = training_set(examples, sampler_of(examples, 2, 8, 0, packing=True)).batches()
-    assert sorted(r for _ in range(2) for r in next(stream).examples) == [0, 1, 2]
 
 
 def batch_threads() -> list[threading.Thread]:
@@ -157,28 +159,19 @@ def test_prefetched_batches_are_the_same_in_order(ragged_examples):
     assert not batch_threads()
 
 
-def test_next_batch_is_made_while_this_one_is_worked_on():
+def test_next_batch_is_made_ahead_and_an_error_raised_where_it_was_due():
     is_ahead = threading.Event()
 
     def batches():
         yield "first"
         is_ahead.set()
         yield "second"
-
-    with closing(prefetched(batches())) as ahead:
-        assert next(ahead) == "first"
-        assert is_ahead.wait(10)  # nobody has asked for the second
-        assert list(ahead) == ["second"]
-    assert not batch_threads()
-
-
-def test_error_of_a_batch_is_raised_where_it_was_due():
-    def batches():
-        yield "first"
         raise OSError("the disk is gone")
 
     ahead = prefetched(batches())
     assert next(ahead) == "first"
+    assert is_ahead.wait(10)  # nobody has asked for the second
+    assert next(ahead) == "second"
     with pytest.raises(OSError, match="the disk is gone"):
         next(ahead)
     assert not batch_threads()
@@ -188,3 +181,57 @@ def test_chosen_examples_come_by_length():
     order = by_length(np.array([5, 1, 3, 2]), 2, np.array([3, 0, 2]))
     assert [own.tolist() for own in order.epoch(0)] == [[3, 2], [0]]
     assert [len(first_examples(5, 2, batches)) for batches in (-1, 1, 9)] == [5, 2, 5]
+
+
+def lengths_of(count: int, mean: float, limit: int) -> np.ndarray:
+    """Lognormal inputs of examples, at most the limit."""
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - 0.25, 0.7, count)
+    return drawn.round().astype(int).clip(1, limit)
+
+
+@pytest.mark.parametrize("is_aligned", [False, True])
+def test_packed_sequences_are_97_percent_full(is_aligned):
+    lengths = lengths_of(4000, 200, 2048) + 1
+    sampler = Sampler(lengths, 4, 2048, packing=True, aligned=is_aligned)
+    count, fill = packing_fill(sampler)
+    assert fill >= 0.97 and count * 2048 >= (lengths - 1).sum()
+    assert count == sum(len(batch.sequences) for batch in sampler.epoch(0))
+
+
+def test_aligned_batches_share_spans_that_depend_on_lengths_alone():
+    inputs = lengths_of(2000, 40, 256)
+    randoms = (np.random.default_rng(seed) for seed in (0, 1))
+    first, second = (aligned_batches(inputs, 4, 256, random) for random in randoms)
+    spans = {batch.spans for batch in first}
+    assert spans == {batch.spans for batch in second} and len(spans) <= MOST_SHAPES
+    assert len(first) > 2 * len(spans)
+    assert [b.examples.tolist() for b in first] != [b.examples.tolist() for b in second]
+
+
+def test_aligned_batches_of_equal_spans_have_one_shape(ragged_examples):
+    sampler = sampler_of(ragged_examples, 4, 256, packing=True, aligned=True)
+    count = len(sampler.epoch(0))
+    allowed = most_targets(ragged_examples, sampler)
+    data = Dataset(ragged_examples, token_collate(sampler, allowed), sampler)
+
+    slots, shapes = {}, set()
+    for batch in islice(data.batches(), count):
+        assert batch.inputs["targets"].size >= batch.targets
+        slots.setdefault(batch.layout, set()).add(batch.inputs["targets"].size)
+        shapes.add((batch.inputs["tokens"].shape[1], batch.inputs["targets"].size))
+
+    assert all(len(sizes) == 1 for sizes in slots.values())
+    assert shapes == data.shapes(count)
+
+
+def test_replayed_sequences_are_not_aligned(ragged_examples):
+    draw = Draw(100, None, 0.5)
+    sampler = sampler_of(ragged_examples, 4, 256, packing=True, draw=draw, aligned=True)
+    assert next(iter(sampler.batches())).spans is None
+
+
+@pytest.mark.parametrize(("tokens", "inputs"), [(2048, 2048), (96, 96), (1001, 1000), (100, 99)])
+def test_sequences_on_a_gpu_have_whole_tiles(monkeypatch, tokens, inputs):
+    assert sequence_inputs(tokens) == tokens - 1
+    monkeypatch.setattr(runtime, "COMPILES", True)
+    assert sequence_inputs(tokens) == inputs

@@ -1,4 +1,4 @@
-"""Examples of many groups that begin alike are put together, each once in an epoch."""
+"""Trees are batches of rows whose common beginning is there once; groups are put into them."""
 
 import itertools
 from collections import Counter
@@ -8,13 +8,129 @@ import pytest
 
 from mlx_packs import runtime
 from mlx_packs.data.batches import TokenCollate, training_set
+from mlx_packs.data.dataset import Tree
 from mlx_packs.data.encoding import Example, Examples
 from mlx_packs.data.groups import GroupPlan, find_groups, token_order
 from mlx_packs.data.sampler import Sampler
-from mlx_packs.data.trees import TreePlan, felled
-from tests.data.test_trees import inputs_of
+from mlx_packs.data.trees import TreeCollate, TreePlan, common_inputs, felled, prefix_of
 
 LIMIT = 4096
+SHARED = np.arange(100, 140)
+
+
+def beginning_alike(*lengths: int, common: int = 35) -> Examples:
+    """Examples that begin with the same tokens and then differ; the last half are targets."""
+    items = []
+    for i, length in enumerate(lengths):
+        own = 1000 * (i + 1) + np.arange(length - common)
+        tokens = np.concatenate([SHARED[:common], own]).astype(np.int32)
+        items.append(Example(tokens, np.arange(length) >= length // 2, f"row {i}"))
+    return Examples(items, "chat", "assistant")
+
+
+def inputs_of(batch) -> set[tuple]:
+    """The token and everything before it that predicts each target, with the target and its owner."""
+    inputs = batch.inputs
+    tokens = inputs["tokens"]
+
+    root = tuple(inputs["root"][0]) if "root" in inputs else ()
+    prefixes = [(*root, *row) for row in inputs.get("prefix", ())]
+    together = len(tokens) // len(prefixes) if prefixes else 0
+    rows = [
+        (prefixes[i // together] if prefixes else (), tuple(row)) for i, row in enumerate(tokens)
+    ]
+    parts = [((), root), *((root, row[len(root) :]) for row in prefixes), *rows]
+    paths = [(*before, *own[: at + 1]) for before, own in parts for at in range(len(own))]
+
+    real = inputs["owners"] >= 0
+    columns = (inputs[name][real].tolist() for name in ("positions", "targets", "owners"))
+    return [(paths[at], target, owner) for at, target, owner in zip(*columns, strict=True)]
+
+
+def same_inputs(pieces, batch) -> bool:
+    """Whether pieces together have the inputs of each target of a batch."""
+    apart = [(path, target) for piece in pieces for path, target, _ in inputs_of(piece)]
+    return sorted(apart) == sorted((path, target) for path, target, _ in inputs_of(batch))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "common", "expected"),
+    [
+        ((50, 60, 45), 35, 32),
+        ((50, 60), 15, 0),
+        ((20, 60), 20, 16),
+        ((16, 60), 16, 0),
+        ((50,), 35, 48),
+    ],
+)
+def test_the_common_beginning_is_cut_to_a_multiple_of_eight(lengths, common, expected):
+    assert prefix_of(common_inputs(beginning_alike(*lengths, common=common).items)) == expected
+
+
+def test_pieces_of_a_tree_add_up_to_it_and_are_trees_where_that_saves_enough():
+    examples = beginning_alike(50, 61, 44, 55)
+    collate = TreeCollate(TokenCollate(4, 96, prefix=32))
+    tree = collate(examples, range(4))
+    for parts, layout in ((2, Tree(1, 32)), (4, ())):
+        pieces = collate.split(tree, parts)
+        assert {piece.layout for piece in pieces} == {layout}
+        assert sum((piece.examples for piece in pieces), ()) == tree.examples
+        assert same_inputs(pieces, tree)
+
+
+@pytest.mark.parametrize(("rows", "saved"), [(4, 3 / 4), (1, 0)])
+def test_the_prefix_of_a_batch_counts_once(rows, saved):
+    examples = beginning_alike(50, 61, 44, 55)
+    plan = TreePlan.of(examples, np.arange(4), rows, 0, 0.0)
+    inputs = examples.lengths.mean() - 1
+    assert plan.saved(examples) == pytest.approx(saved * 32 / inputs)
+    collate = plan.collate(examples, Sampler(examples.lengths, rows, 96))
+    assert collate(examples, np.arange(rows)).layout == (Tree(1, 32) if rows > 1 else ())
+    held_out = plan.held_out(examples, 96, np.arange(4))
+    assert {batch.layout for batch in held_out.once()} == {Tree(1, 32) if rows > 1 else ()}
+
+
+def test_groups_share_what_each_of_them_begins_with():
+    """Two pairs of one beginning each, of 35 and 28 tokens, and what is common to all is 20."""
+    first = beginning_alike(50, 61, common=35).items
+    second = beginning_alike(44, 55, common=28).items
+    other = [Example(np.r_[e.tokens[:20], e.tokens[20:] + 5], e.target, "x") for e in second]
+    examples = Examples([*first, *other], "chat", "assistant")
+    plan = TreePlan.of(examples, np.arange(4), 4, 2, 0.0)
+    assert plan.together == 2 and plan.common.tolist() == [35, 28]
+
+    collate = TreeCollate(TokenCollate(4, 96), plan.common, 2)
+    batch = collate(examples, np.arange(4))
+    assert batch.inputs["prefix"].shape == (2, 24)
+    rows = inputs_of(TokenCollate(4, 96)(examples, np.arange(4)))
+    assert inputs_of(batch) == inputs_of(felled(batch)) == rows
+    assert collate(examples, np.array([0, 1])).inputs["prefix"].shape == (2, 32)
+    pieces = collate.split(batch, 2)
+    assert [piece.inputs["prefix"].shape for piece in pieces] == [(1, 24), (1, 24)]
+
+
+@pytest.mark.parametrize(("common", "root"), [(48, 48), (44, 40), (15, 0)])
+def test_pairs_that_begin_alike_have_a_level_before_their_prefixes(common, root):
+    first = np.arange(common)
+    prompts = [np.arange(1000 * (i // 2), 1000 * (i // 2) + 32) + 100 for i in range(8)]
+    tokens = [
+        np.r_[first, prompt, 9000 + 30 * i : 9024 + 30 * i] for i, prompt in enumerate(prompts)
+    ]
+    items = [
+        Example(each.astype(np.int32), np.arange(len(each)) >= common + 36, "x") for each in tokens
+    ]
+    examples = Examples(items, "preference", "completion")
+
+    plan = TreePlan.of(examples, np.arange(8), 8, together=2, least=0.0)
+    assert plan.root == root and plan.to_json(examples)["root"] == root
+    collate = plan.collate(examples, Sampler(examples.lengths, 8, 256))
+    batch = collate(examples, np.arange(8))
+    assert batch.layout.root == root and batch.layout.groups == 4
+    (shape,) = collate.shapes(examples, iter([np.arange(8)]))
+    assert shape[1] == len(batch.inputs["targets"])
+    names = batch.inputs.keys() & {"root", "prefix", "tokens"}
+    assert shape.root == root and shape.computed(8) == sum(batch.inputs[n].size for n in names)
+    assert inputs_of(batch) == inputs_of(TokenCollate(8, 256)(examples, np.arange(8)))
 
 
 def documents(
@@ -44,12 +160,6 @@ def groups_of(examples: Examples, together: int):
     return find_groups(examples, token_order(examples, np.arange(len(examples))), together)
 
 
-def same_inputs(pieces, batch) -> bool:
-    """Whether pieces together have the inputs of each target of a batch."""
-    apart = [(path, target) for piece in pieces for path, target, _ in inputs_of(piece)]
-    return sorted(apart) == sorted((path, target) for path, target, _ in inputs_of(batch))
-
-
 def plan_of(examples: Examples, batch_size: int, prefix: int = 0) -> GroupPlan:
     of_all = TreePlan(batch_size, prefix, least=0.0)
     plan = GroupPlan.of(examples, np.arange(len(examples)), of_all)
@@ -72,12 +182,8 @@ def computed(batch) -> int:
 @pytest.mark.parametrize(("questions", "expected"), [(4, 4), (6, 8), (8, 8), (20, 8)])
 def test_blocks_have_the_size_that_saves_most(questions, expected):
     assert plan_of(documents([questions] * 6, 200), 16).together == expected
-
-
-@pytest.mark.parametrize("batch_size", [2, 7])
-def test_a_batch_without_blocks_of_two_rows_has_no_groups(batch_size):
-    examples = documents([8, 8], 64)
-    assert GroupPlan.of(examples, np.arange(16), TreePlan(batch_size)) is None
+    for batch_size in (2, 7):  # without blocks of two rows
+        assert GroupPlan.of(documents([8, 8], 64), np.arange(16), TreePlan(batch_size)) is None
 
 
 def test_groups_are_the_questions_on_a_document():
@@ -88,10 +194,7 @@ def test_groups_are_the_questions_on_a_document():
     for own, prefix in zip(groups.members, groups.prefixes, strict=True):
         assert len({tuple(examples[i].tokens[:prefix]) for i in own}) == 1
     assert (groups.numbers[groups.rest] == -1).all()
-
-
-def test_what_all_begin_with_is_one_group_if_nothing_longer_repeats():
-    groups = groups_of(documents([1] * 8, 20, instruction=40), 4)
+    groups = groups_of(documents([1] * 8, 20, instruction=40), 4)  # nothing longer repeats
     assert [len(own) for own in groups.members] == [8] and groups.prefixes.tolist() == [40]
 
 
@@ -165,7 +268,7 @@ def test_what_all_documents_have_in_common_is_a_level_of_its_own():
     rooted = 0
     for order, batch in zip(data.sampler.epoch(0), data.once(), strict=True):
         rows = TokenCollate(8, LIMIT)(data.examples, order[order >= 0])
-        assert inputs_of(batch) == inputs_of(rows)
+        assert inputs_of(batch) == inputs_of(felled(batch)) == inputs_of(rows)
         assert same_inputs(data.collate.split(batch, 2), batch)
         if batch.layout and batch.layout.groups > 1:
             assert batch.inputs["root"].shape == (1, 80)

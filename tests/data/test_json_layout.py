@@ -6,7 +6,7 @@ import pytest
 
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.json_layout import json_layout
-from tests.helpers.rows import train_split
+from tests.helpers.rows import chat, train_split
 
 NAMES = DataConfig()
 VALUES = [{"spam": True, "amount": "£5", "to": {"town": "Bath, a: b"}}, {"spam": False, "to": {}}]
@@ -59,13 +59,10 @@ def test_what_stands_before_the_json(answer, opening):
     layout = layout_of(*[answer.replace("{}", '{ "a": 1 }')] * 3)
     assert layout.pop("opening") == opening
     assert layout == {"key_separator": ": ", "inside": " ", "keys": ["a"]}
-
-
-@pytest.mark.parametrize("thoughts", ["<think>\nWhich {one}?\n</think>\n\n", "Is it?</think>"])
-def test_thoughts_before_the_json(thoughts):
     layout = {"key_separator": ": ", "keys": ["a"]}
-    assert layout_of(*[thoughts + '{"a": 1}'] * 3) == layout | {"thoughts": True}
-    assert layout_of(thoughts + '{"a": 1}', *['{"a": 1}'] * 20) == layout
+    for thought in ("<think>\nWhich {one}?\n</think>\n\n", "Is it?</think>"):
+        assert layout_of(*[thought + '{"a": 1}'] * 3) == layout | {"thoughts": True}
+        assert layout_of(thought + '{"a": 1}', *['{"a": 1}'] * 20) == layout
 
 
 def test_the_optional_keys_of_rows_have_one_order():
@@ -76,18 +73,13 @@ def test_the_optional_keys_of_rows_have_one_order():
     assert layout_of(*many) == {"key_separator": ": "}
 
 
-def test_chats_and_the_chosen_completions_of_preferences_have_one():
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": '{"a": 1}'}]
+def test_chats_chosen_completions_and_calls_have_one():
+    """In another order of keys, a call would have the values of other keys."""
     pair = {"prompt": "?", "chosen": '{"a": 1}', "rejected": '{"a":1}'}
-    for row in ({"messages": chat}, pair):
+    for row in (chat("?", '{"a": 1}'), pair):
         assert json_layout(train_split([row] * 4), NAMES) == {"key_separator": ": ", "keys": ["a"]}
-
-
-def test_arguments_of_calls_have_an_order_of_keys():
-    """In another order, a call would have the values of other keys."""
     function = {"name": "f", "arguments": {"word": "a", "at": {"n": 1}}}
-    call = {"type": "function", "function": function}
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    rows = [{"messages": [{"role": "user", "content": "?"}, answer]}] * 3
-    keys = json_layout(train_split(rows), NAMES)["keys"]
+    row = chat("?", "")
+    row["messages"][1]["tool_calls"] = [{"type": "function", "function": function}]
+    keys = json_layout(train_split([row] * 3), NAMES)["keys"]
     assert set(keys) == {"word", "at", "n"} and keys.index("word") < keys.index("at")

@@ -10,7 +10,7 @@ from mlx_packs.data import json_lines
 from mlx_packs.data.rows import load_rows, read_rows
 from tests.helpers.errors import raises
 
-LINES = [b'{"text": "a"}', b"", b" \t\r", b'{"text": "\xc3\xa9 b"}', b"\r", b'{"text": "c"} ']
+LINES = ['{"text": "a"}', "", " \t\r", '{"text": "é\u2028\x85b"}', "\r", '{"text": "c"} ']
 
 
 @pytest.fixture
@@ -21,10 +21,10 @@ def file(tmp_path):
 @pytest.mark.parametrize("block", [1, 16, 1 << 20])
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n\r\n"], ids=["none", "one", "two"])
 def test_rows_are_lines_that_are_not_blank(file, monkeypatch, block, ending):
-    file.write_bytes(b"\xef\xbb\xbf" + b"\n".join(LINES) + ending)
+    file.write_bytes(b"\xef\xbb\xbf" + "\n".join(LINES).encode() + ending)
     monkeypatch.setattr(json_lines, "_BLOCK_BYTES", block)
     rows = read_rows(file)
-    assert [row.value["text"] for row in rows] == ["a", "é b", "c"]
+    assert [row.value["text"] for row in rows] == ["a", "é\u2028\x85b", "c"]
     assert [row.where for row in rows] == [f"{file}:{n}" for n in (1, 4, 6)]
     assert [rows.where(i) for i in range(3)] == [row.where for row in rows]
     assert rows[-1].value == {"text": "c"} and rows[1:][0].where == f"{file}:4"
@@ -34,7 +34,6 @@ def test_rows_are_lines_that_are_not_blank(file, monkeypatch, block, ending):
     ("line", "reason", "names"),
     [
         (b'{"text": ', "not JSON", ["column"]),
-        (b'{"text": "a\x00b"}', "not JSON", ["control character"]),
         (b'\xef\xbb\xbf{"text": "a"}', "not JSON", ["BOM"]),
         (b'{"text": "\xff"}', "not UTF-8", ["byte 11"]),
         (b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "too deep", ["100"]),
@@ -60,7 +59,6 @@ def test_hostile_line_is_one_line_with_its_place(file, line, reason, names):
         (b'{"text": "' + b"[{" * 200 + b'"}', {"text": "[{" * 200}),
         (b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}", None),
     ],
-    ids=["equal keys", "Infinity", "escapes", "brackets in a text", "deep"],
 )
 def test_odd_line_reads_as_python_reads_it(file, line, value):
     file.write_bytes(line)

@@ -1,7 +1,6 @@
 """What rows and prompts say and the chat template or the training leaves out is named."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -14,11 +13,8 @@ from mlx_packs.inference.generate import chat_prompt
 from mlx_packs.serving.fields import parsed
 from mlx_packs.serving.prompts import RequestPrompts
 from mlx_packs.serving.protocol import ChatBody
-from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
-from tests.helpers.rows import chat, write_rows
-from tests.helpers.runs import LORA, TRAIN
-from tests.helpers.tasks import EncodedTask
+from tests.helpers.rows import chat
 
 COLUMNS = DataConfig()
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -34,14 +30,6 @@ OPENS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.conten
 {%- if enable_thinking|default(true) %}{{ '<think>\n' }}{% endif %}{% endif %}"""
 # As templates that people write themselves: no token ends an answer.
 OPEN_END = "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
-# As Qwen3: thoughts in a key of their own, those of answers before the last question are dropped.
-KEEPS_LAST = """{%- set ns = namespace(last=0) %}{% for m in messages %}
-{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
-{%- if m.reasoning_content and loop.index0 > ns.last %}
-{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
-{{- m.content + '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
 @pytest.fixture(scope="module")
@@ -81,53 +69,45 @@ def test_thoughts_that_a_template_removes_are_counted(with_template, plain, row,
     assert notes_of(with_template(), plain, row, row, row_format=row_format) == []
 
 
-def test_thoughts_in_a_key_are_counted(with_template):
+def test_messages_calls_tools_and_thoughts_in_a_key_that_are_lost_are_named(with_template):
+    row = chat("Look.", "Yes.")
+    row["messages"][1] |= {"tool_calls": [CALL]}
+    row["messages"] += [{"role": "tool", "content": "1", "name": "f"}]
+    row["messages"] += chat("And?", "One.")["messages"]
+    row |= {"tools": [TOOL]}
+    notes = "".join(notes_of(with_template(DROPS), row))
+    for kind, place in (
+        ("tools", ""),
+        ("calls of tools", ", answer 1"),
+        ("messages of tool", ", message 3"),
+    ):
+        assert noted(kind, f"f:1{place}") in notes
+    assert notes.count("leaves out") == 3
+    assert notes_of(with_template(), row) == []
     row = chat("1+1?", "2", "2+2?", "4")
-    row["messages"][1]["thinking"] = row["messages"][3]["thinking"] = "A sum of small numbers."
-    (note,) = notes_of(with_template(KEEPS_LAST), row)
-    assert noted("thoughts", "f:1, answer 1") in note
+    row["messages"][1]["thinking"] = "A sum of small numbers."
     (note,) = notes_of(with_template(), row)
     assert noted("thoughts", "f:1, answer 1") in note
 
 
-def test_messages_calls_tools_and_keys_that_are_lost_are_named(with_template):
-    row = chat("Look.", "Yes.")
-    row["messages"][1] |= {"tool_calls": [CALL]}
-    row["messages"] += [
-        {"role": "tool", "content": "1", "name": "f"},
-        *chat("And?", "One.")["messages"],
-    ]
-    row |= {"tools": [TOOL]}
-
-    notes = notes_of(with_template(DROPS), row)
-    expected = {
-        "tools": "f:1",
-        "calls of tools": "f:1, answer 1",
-        "messages of tool": "f:1, message 3",
-    }
-    assert len(notes) == len(expected)
-
-    for kind, first in expected.items():
-        assert any(noted(kind, first) in note for note in notes), kind
-
-    assert notes_of(with_template(), row) == []
+def test_variables_that_the_template_does_not_read_are_named(with_template):
+    wrong, right = {"enable_thinkng": False}, {"enable_thinking": False}
+    for of_run, of_row, count in ((wrong, None, 1), ({}, wrong, 1), (right, None, 0)):
+        rows = [chat("a", "b") | {"chat_template_kwargs": of_row}] * 2
+        notes = notes_of(with_template(OPENS), *rows, columns=DataConfig(template_kwargs=of_run))
+        text = "does not read enable_thinkng, the first in f:1"
+        assert [text in note for note in notes if "does not read" in note] == [True] * count
 
 
-@pytest.mark.parametrize(
-    ("of_run", "of_row", "unread"),
-    [
-        ({"enable_thinkng": False}, None, "enable_thinkng"),
-        ({}, {"enable_thinkng": False}, "enable_thinkng"),
-        ({"enable_thinking": False}, {"tone": "warm"}, "tone"),
-        ({"enable_thinking": False}, None, None),
-    ],
-)
-def test_variables_that_the_template_does_not_read_are_named(with_template, of_run, of_row, unread):
-    rows = [chat("a", "b") | {"chat_template_kwargs": of_row}] * 2
-    notes = notes_of(with_template(OPENS), *rows, columns=DataConfig(template_kwargs=of_run))
-    unread_notes = [note for note in notes if "does not read" in note]
-    assert len(unread_notes) == (unread is not None)
-    assert all(f"does not read {unread}, the first in f:1" in note for note in unread_notes)
+def test_an_unusual_end_is_named_where_a_template_renders_rows(with_template):
+    for row, row_format in (
+        (chat("a", "b"), None),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, PREFERENCE),
+        ({"prompt": "a"}, PROMPT),
+    ):
+        (note,) = notes_of(with_template(OPEN_END), row, row_format=row_format)
+        assert "does not end the last answer: <|im_end|> is put behind it" in note
+    assert notes_of(with_template(OPEN_END), {"text": "a"}) == []
 
 
 # The first tool and call only.
@@ -151,63 +131,30 @@ def test_each_tool_and_call_is_checked(with_template):
     [
         (chat("a", "b") | {"id": 7, "source": "web", "system": "c"}, None, "id, source"),
         ({"text": "a", "label": "b"}, None, "label; train on them with --task classify"),
-        (
-            {"text": "a", "query": "b", "documents": ["c", "d"], "labels": [0, 1], "id": 1},
-            None,
-            "query, documents, labels, id; train on them with --task rerank",
-        ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}, PREFERENCE, "score"),
-        ({"prompt": "a", "answer": "b"}, PROMPT, None),
+        ({"prompt": "a", "answer": "b"}, PROMPT, None),  # a reward function sees every column
     ],
-)  # a reward function sees every column of prompts
+)
 def test_columns_without_a_use_are_named_once(with_template, row, row_format, unused):
     notes = notes_of(with_template(), row, row, row_format=row_format)
     assert notes == ([f"columns that are not used: {unused}"] if unused else [])
 
 
 @pytest.mark.parametrize(
-    ("row", "row_format", "count"),
-    [
-        (chat("a", "b"), None, 1),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, PREFERENCE, 1),
-        ({"prompt": "a"}, PROMPT, 1),
-        ({"text": "a"}, None, 0),
-    ],
-)
-def test_an_unusual_end_is_named_where_a_template_renders_rows(
-    with_template, row, row_format, count
-):
-    notes = notes_of(with_template(OPEN_END), row, row_format=row_format)
-    assert len(notes) == count
-    assert all("does not end the last answer: <|im_end|> is put behind it" in n for n in notes)
-
-
-def test_a_run_says_how_its_answers_end(tmp_path, with_template):
-    data = write_rows(tmp_path / "d", train=[chat("a", "b")] * 4, valid=[chat("a", "c")])
-    base = replace(small_base(), tokenizer=with_template(OPEN_END))
-    assert "does not end the last answer" in EncodedTask(base, data, TRAIN, LORA).lines
-
-
-WITH_THOUGHTS = "<think>\nTwo and three.</think>5"
-
-
-@pytest.mark.parametrize(
     ("row", "row_format", "is_missing"),
     [
         (chat("2+3?", "5"), None, True),
-        (chat("2+3?", WITH_THOUGHTS), None, False),
+        (chat("2+3?", THOUGHT), None, False),
         (chat("2+3?", "5") | {"chat_template_kwargs": {"enable_thinking": False}}, None, False),
-        ({"prompt": "2+3?", "chosen": WITH_THOUGHTS, "rejected": "6"}, PREFERENCE, True),
+        ({"prompt": "2+3?", "chosen": THOUGHT, "rejected": "6"}, PREFERENCE, True),
         ({"prompt": "2+3?"}, PROMPT, False),
     ],
 )
 def test_answers_without_the_thoughts_that_a_prompt_opens_are_named(
     with_template, row, row_format, is_missing
 ):
-    notes = notes_of(with_template(OPENS), row, row, row_format=row_format)
-    notes = [note for note in notes if "opens thoughts" in note]
-    assert len(notes) == is_missing
-    assert all("the answer in f:1 has none" in note for note in notes)
+    notes = "".join(notes_of(with_template(OPENS), row, row, row_format=row_format))
+    assert notes.count("opens thoughts") == notes.count("the answer in f:1 has none") == is_missing
 
 
 def test_a_large_split_costs_a_limited_number_of_renderings(with_template, monkeypatch):
@@ -236,8 +183,8 @@ RESULT = {"role": "tool", "content": "It is clear in Bonn today.", "tool_call_id
 
 
 @pytest.fixture(scope="module")
-def partial(shared_tiny):
-    return templated(shared_tiny.tokenizer, PARTIAL)
+def partial(with_template):
+    return with_template(PARTIAL)
 
 
 @pytest.mark.parametrize(
@@ -275,14 +222,9 @@ def test_a_served_request_names_what_is_lost(shared_tiny, partial):
         prompts.of_chat(parsed(ChatBody, json.dumps(fields).encode()), tokenizer=partial)
 
 
-@pytest.mark.parametrize(
-    ("conversations", "lost"),
-    [
-        ([[SYSTEM, USER, ANSWER]] * 4 + [[USER, ANSWER, SYSTEM, USER, ANSWER]], "system|f:5, m"),
-        ([[USER, RESULT, ANSWER]], "tool|f:1"),
-    ],
-    ids=["of another shape than the first", "repeated by another message"],
-)
-def test_a_message_that_is_lost_is_found(partial, conversations, lost):
-    note, _ = notes_of(partial, *({"messages": turns} for turns in conversations))
-    assert "messages of {}, the first in {}".format(*lost.split("|")) in note
+def test_a_message_that_is_lost_is_found(partial):
+    rows = [{"messages": [SYSTEM, USER, ANSWER]}] * 4  # of another shape than the fifth
+    note, _ = notes_of(partial, *rows, {"messages": [USER, ANSWER, SYSTEM, USER, ANSWER]})
+    assert "messages of system, the first in f:5, m" in note
+    note, _ = notes_of(partial, {"messages": [USER, RESULT, ANSWER]})  # which repeats the result
+    assert "messages of tool, the first in f:1" in note

@@ -8,7 +8,7 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import PREFERENCE, Chat, Row, format_of
-from mlx_packs.data.messages import turns_of
+from mlx_packs.data.messages import THOUGHTS, turns_of
 from mlx_packs.data.preferences import RATED, encode_preferences
 from mlx_packs.data.prompts import encode_prompts
 from mlx_packs.data.token_store import masked
@@ -57,21 +57,15 @@ def test_a_marked_answer_is_context(tokenizer, marks):
     assert "Really?" in row_format.read(row, COLUMNS, tokenizer).prompt()[0]
 
 
-@pytest.mark.parametrize(
-    ("marks", "fault"),
-    [
+def test_other_marks_and_those_that_leave_no_target_are_rejected(tokenizer):
+    for marks, fault in (
         ({"weight": 0.5}, "'weight' of a message must be 0 or 1"),
-        ({"loss": float("nan")}, "'loss' of a message must be 0 or 1"),
         ({"weight": 0, "train": True}, "contradict"),
         ({"mask": True}, "'mask' of a message is not supported"),
-    ],
-)
-def test_other_marks_are_rejected(tokenizer, marks, fault):
-    with raises("data", None, "f:1", fault):
-        rendered(tokenizer, marked(**marks))
+    ):
+        with raises("data", None, "f:1", fault):
+            rendered(tokenizer, marked(**marks))
 
-
-def test_marks_that_leave_no_target_are_rejected(tokenizer):
     row = chat("Capital?", "Rome.")
     row["messages"][1]["weight"] = 0
 
@@ -195,12 +189,9 @@ def test_a_text_that_repeats_its_prompt_is_rejected(tokenizer):
     ):
         with raises("data", None, f"f:1: '{column}' begins with the text of the prompt"):
             rendered(tokenizer, row, task)
-
-
-@pytest.mark.parametrize("completion", ["It rains a lot", "It rains a lot."])
-def test_an_answer_may_begin_as_its_prompt_does(tokenizer, completion):
-    _, targets = rendered(tokenizer, {"prompt": "It rains a lot", "completion": completion})
-    assert targets == [completion + "<|im_end|>"]
+    for answer in ("It rains a lot", "It rains a lot."):  # which is no prompt repeated
+        _, targets = rendered(tokenizer, {"prompt": "It rains a lot", "completion": answer})
+        assert targets == [answer + "<|im_end|>"]
 
 
 def test_an_empty_answer_before_the_last_one_is_named(tokenizer):
@@ -212,22 +203,14 @@ def test_an_empty_answer_before_the_last_one_is_named(tokenizer):
     assert rendered(tokenizer, row)[1] == ["Yes.<|im_end|>"]
 
 
-def test_thoughts_have_every_name_that_templates_know():
-    for key in ("reasoning_content", "reasoning", "thinking"):
-        message = turns_of([{**ANSWER, key: "Hm."}])[0].message
-        assert [message[k] for k in ("reasoning_content", "reasoning", "thinking")] == ["Hm."] * 3
-
-
-def test_thoughts_in_content_and_under_a_key_are_a_fault():
+def test_thoughts_have_every_name_that_templates_know_and_need_no_content():
+    for key in THOUGHTS:
+        message = turns_of([{"role": "assistant", "content": None, key: "Hm."}])[0].message
+        assert message == {"role": "assistant", "content": "", **dict.fromkeys(THOUGHTS, "Hm.")}
+    with pytest.raises(ValueError, match="'content' of a message must be a text"):
+        turns_of([{"role": "user", "content": None, "reasoning": "Hm."}])
     written = {**ANSWER, "content": "<think>\nHm.\n</think>\n\nA cherry.", "reasoning": "Hm."}
     with pytest.raises(ValueError, match="in its content and in 'reasoning_content'. Keep one"):
         turns_of([written])
     empty = {**written, "content": "<think>\n\n</think>\n\nA cherry."}
     assert turns_of([empty])[0].message["content"] == empty["content"]
-
-
-def test_thoughts_need_no_content():
-    message = turns_of([{"role": "assistant", "content": None, "reasoning": "Hm."}])[0].message
-    assert (message["content"], message["reasoning_content"]) == ("", "Hm.")
-    with pytest.raises(ValueError, match="'content' of a message must be a text"):
-        turns_of([{"role": "user", "content": None, "reasoning": "Hm."}])

@@ -69,9 +69,6 @@ def test_near_copies_stand_on_one_side(tmp_path):
     assert len(splits.rows["valid"]) == 4 * len(held_out) == 12
     assert "9 of them near-duplicates" in splits.notes[0]
     assert row_notes(splits.rows, splits.format, COLUMNS) == []
-
-
-def test_rows_that_are_all_alike_are_held_out_all_the_same(tmp_path):
     splits = splits_of(tmp_path, [{"text": "the same words in each and every row"}] * 40)
     assert len(splits.rows["valid"]) == 2
     (note,) = row_notes(splits.rows, splits.format, COLUMNS)
@@ -90,29 +87,22 @@ def test_a_leak_between_splits_is_said_with_its_first_places(tmp_path):
     assert "valid.jsonl:5 is " in of_valid and "train.jsonl:8)" in of_valid
     assert "3 of 3 test examples" in of_test
 
-
-def test_a_common_system_prompt_is_no_leak(tmp_path):
-    rows = [with_system(chat(sentence(i, 8), sentence(-i - 1, 4))) for i in range(60)]
-    write_rows(tmp_path, train=rows[:40], valid=rows[40:])
-    splits = load_rows(DataConfig(data=str(tmp_path)))
+    short = [with_system(chat(sentence(i, 8), sentence(-i - 1, 4))) for i in range(60)]
+    write_rows(tmp_path / "s", train=short[:40], valid=short[40:])  # the system prompt is no leak
+    splits = load_rows(DataConfig(data=str(tmp_path / "s")))
     assert row_notes(splits.rows, splits.format, COLUMNS) == []
 
 
-def test_scripts_without_spaces_are_compared_by_letters():
-    row = Row("a", {"text": "東京は日本の首都であり世界最大の都市です"})
-    copies = NearCopies({0: row}, TEXT, COLUMNS)
-    for text, expected in (
-        ("東京は日本の首都であり世界最大の都会です。", {0}),
-        ("大阪は西日本の中心となる商業の街です", set()),
+def test_scripts_without_spaces_are_compared_by_letters_and_bad_rows_not_at_all():
+    for row, other, expected in (
+        ({"text": "東京は日本の首都であり"}, {"text": "東京は日本の首都である。"}, {0}),
+        ({"text": "東京は日本の首都であり"}, {"text": "大阪は西日本の中心となる"}, set()),
+        ({"text": 5}, {"text": 5}, set()),
+        ({"text": ""}, {"text": ""}, set()),
+        (None, None, set()),
     ):
-        words = words_of(Row("b", {"text": text}), TEXT, COLUMNS)
-        assert copies.repeated_by(words, "") == expected
-
-
-@pytest.mark.parametrize("value", [{}, {"text": 5}, {"text": ""}, None])
-def test_rows_that_cannot_be_used_are_no_copies(value):
-    copies = NearCopies({0: Row("a", value)}, TEXT, COLUMNS)
-    assert copies.repeated_by(words_of(Row("b", value), TEXT, COLUMNS), "") == set()
+        copies = NearCopies({0: Row("a", row)}, TEXT, COLUMNS)
+        assert copies.repeated_by(words_of(Row("b", other), TEXT, COLUMNS), "") == expected
 
 
 def test_of_very_many_rows_some_blocks_are_compared(monkeypatch):

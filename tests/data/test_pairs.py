@@ -34,17 +34,17 @@ def test_columns_become_tokens(encoder_tokenizer):
     assert pairs.labels.tolist() == [0.5, -1] and pairs.lengths.tolist() == [5, 8]
     assert pairs.groups[0][1] == pairs.groups[1][0] != pairs.groups[0][0]
     assert encoded(encoder_tokenizer, all_triplets()[:3]).format.name == "triplets"
+    assert encoded(encoder_tokenizer, [SCORED | {"label": "1"}]).labels.tolist() == [1]
 
 
 SCORED = {"sentence1": "a", "sentence2": "b"}
 BAD = {
     "no pair": ([{"text": "a"}], ["d.jsonl:1", "{anchor, positive}", "['text']"]),
-    "mixed": ([all_pairs()[0], all_scored()[0]], ["d.jsonl:2", "scored pairs", "d.jsonl:1 is"]),
+    "mixed": ([all_scored()[0], all_pairs()[0]], ["d.jsonl:2", "scored pairs", "d.jsonl:1 is"]),
     "a number for a text": ([{"anchor": "a", "positive": 3}], ["d.jsonl:1", "'positive'", "3"]),
     "nothing in a text": ([{"anchor": "a", "positive": " "}], ["d.jsonl:1", "'positive'", "empty"]),
     "half a surrogate": ([{"anchor": "\ud800", "positive": "b"}], ["d.jsonl:1", "surrogate"]),
     "true for a score": ([SCORED | {"score": True}], ["d.jsonl:1", "'score'"]),
-    "no number in a table": ([SCORED | {"score": "nan"}], ["d.jsonl:1", "'score'"]),
     "nothing": ([], []),
 }
 
@@ -54,6 +54,13 @@ def test_examples_that_cannot_be_used_are_named(encoder_tokenizer, fault):
     rows, names = BAD[fault]
     with raises("data", None, *names):
         encoded(encoder_tokenizer, rows)
+
+    good = [SCORED | {"score": i / 4} for i in range(4)]
+    rows = [Row(f"x:{i}", row) for i, row in enumerate([*good[:1], *rows[-1:], *good[1:]])]
+    pairs = encode_pairs(rows, encoder_tokenizer, 16, "skip")
+    wanted = encoded(encoder_tokenizer, good, 16)
+    assert pairs.groups.tolist() == wanted.groups.tolist()
+    assert len(pairs.bad) == len(rows) - 4 and pairs.fingerprint == wanted.fingerprint
 
 
 def test_a_loss_must_fit_the_examples(encoder_tokenizer):
@@ -112,19 +119,3 @@ def test_no_text_stands_twice_in_a_batch_of_in_batch_negatives(encoder_tokenizer
     assert len(np.unique(seen)) == len(seen) >= len(rows) - 5
     mixed = PairSampler.of(pairs, len(rows), 48, seed=0, distinct=False).epoch(0)
     assert any(len(np.unique(pairs.groups[b])) < pairs.groups[b].size for b in mixed)
-
-
-def test_pairs_leave_out_bad_rows_too(encoder_tokenizer):
-    good = [{"sentence1": "a cat", "sentence2": f"dog {i}", "score": i / 4} for i in range(4)]
-    bad = [
-        SCORED | {"sentence2": 5, "score": 1},
-        SCORED | {"score": float("nan")},
-        {"anchor": "a", "positive": "b"},
-    ]
-    rows = [Row(f"x:{i}", row) for i, row in enumerate([bad[0], *good, *bad[1:]])]
-
-    pairs = encode_pairs(rows, encoder_tokenizer, 16, "skip")
-    wanted = encode_pairs([Row("x", row) for row in good], encoder_tokenizer, 16)
-    assert pairs.groups.tolist() == wanted.groups.tolist()
-    assert pairs.bad.counts() == {"wrong type": 2, "another format": 1}
-    assert pairs.fingerprint == wanted.fingerprint

@@ -6,17 +6,14 @@ import pytest
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.encoding import EncodingOptions, Examples, encode
 from mlx_packs.data.formats import PREFERENCE, Row
-from mlx_packs.data.preferences import (
-    RATED,
-    encode_preferences,
-    preference_set,
-)
+from mlx_packs.data.preferences import RATED, encode_preferences, preference_set
 from mlx_packs.data.sampler import Draw, GroupedSampler
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference, rated
+from tests.helpers.rows import chat
 
 NAMES, OPTIONS = DataConfig(), EncodingOptions(max_seq_length=64)
-MESSAGES = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Red."}]
+MESSAGES, OTHERS = (chat(question, "Red.")["messages"] for question in ("Which?", "Who?"))
 
 
 def rows_of(*values) -> list[Row]:
@@ -45,10 +42,8 @@ def test_sides_are_the_completions_that_lm_would_train_on(tokenizer):
     assert examples.items[7].where == "f:4"
     assert examples.lengths.tolist() == [len(e.tokens) for e in examples.items]
 
-
-def test_a_row_loses_both_sides_where_one_has_no_target_left(tokenizer):
-    long = {"prompt": "word " * 80, "chosen": "a", "rejected": "b"}
-    examples = encoded(tokenizer, preference(0), long, preference(1))
+    long = {"prompt": "word " * 80, "chosen": "a", "rejected": "b"}  # without a target of b
+    examples = encoded(tokenizer, values[0], long, values[1])
     assert len(examples.items) == 4 and examples.dropped == 1
     assert [e.where for e in examples.items] == ["f:1", "f:1", "f:3", "f:3"]
 
@@ -59,10 +54,10 @@ def test_a_row_loses_both_sides_where_one_has_no_target_left(tokenizer):
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are the same."),
         ({"prompt": "a", "chosen": " ", "rejected": "b"}, "'chosen' is empty."),
         ({"prompt": "a", "chosen": "b"}, "must have the columns {chosen, rejected}, but has"),
-        ({"chosen": MESSAGES, "rejected": [{"role": "user", "content": "Who?"}, *MESSAGES[1:]]}, "the prompts of"),
+        ({"chosen": MESSAGES, "rejected": OTHERS}, "the prompts of"),
         ({"chosen": "a", "rejected": "b"}, "'chosen' must be a list of messages that ends"),
     ],
-)  # fmt: skip
+)
 def test_a_row_that_says_no_preference_is_named(tokenizer, row, fault):
     with raises("data", None, "f:2: ", fault):
         encoded(tokenizer, preference(0), row)
@@ -71,16 +66,13 @@ def test_a_row_that_says_no_preference_is_named(tokenizer, row, fault):
     assert len(examples.items) == 4 and [i for i, _ in examples.bad.errors] == [1]
 
 
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
+def test_a_row_without_a_rating_is_named(tokenizer):
+    for row, fault in (
         ({**rated(0), "label": "good"}, "'label' must be true or false, but is 'good'."),
         (preference(0), "must have the columns {prompt, completion, label}"),
-    ],
-)
-def test_a_row_without_a_rating_is_named(tokenizer, row, fault):
-    with raises("data", None, "f:2: ", fault):
-        encoded(tokenizer, rated(0), row, row_format=RATED)
+    ):
+        with raises("data", None, "f:2: ", fault):
+            encoded(tokenizer, rated(0), row, row_format=RATED)
 
 
 def test_a_rated_row_is_followed_by_its_prompt_with_the_completion_before_it(tokenizer):

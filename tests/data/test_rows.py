@@ -1,5 +1,6 @@
-"""Reading rows, and what of them is learned."""
+"""Reading rows, what of them is learned, and rows by number, which read as those of a list."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +16,10 @@ from mlx_packs.data import rows as data
 from mlx_packs.data import sources
 from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.formats import Chat, Row, format_of
+from mlx_packs.data.json_lines import JsonLines
 from mlx_packs.data.rows import load_rows
+from mlx_packs.data.sources import RowList, Rows, ValueList, as_rows
+from mlx_packs.data.token_store import masked
 from tests.helpers.errors import raises
 from tests.helpers.rows import chat, write_rows
 
@@ -54,20 +58,12 @@ THINKING = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
-LLAMA = """
-{{- '<|endoftext|>' }}
-{%- for m in messages %}
-{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}
-"""
 
 
-def with_template(template: str | None, *specials: str):
-    """A fresh tokenizer of the tiny base with another chat template and more special tokens."""
+def with_template(template: str | None):
+    """A fresh tokenizer of the tiny base with another chat template."""
     tokenizer = load_tokenizer(tiny_checkpoint())
     tokenizer._tokenizer.chat_template = template
-    tokenizer._tokenizer.add_tokens(list(specials), special_tokens=True)
     return tokenizer
 
 
@@ -79,30 +75,15 @@ def encoded(tokenizer, *rows: dict, columns: DataConfig = COLUMNS, **options):
 def learned(tokenizer, row: dict, **options) -> list[str]:
     """The runs of supervised tokens of a row, decoded."""
     (example,) = encoded(tokenizer, row, **options).items
-    runs, last = [], False
-    for token, target in zip(example.tokens.tolist(), example.target.tolist(), strict=True):
-        if target:
-            runs = [*runs[:-1], [*runs[-1], token]] if last else [*runs, [token]]
-        last = target
-    return [tokenizer.decode(run) for run in runs]
+    return [span["text"] for span in masked(example, tokenizer)["spans"] if span["learned"]]
 
 
-def test_load_rows_keeps_train_whole_beside_a_test_split(tmp_path):
+def test_load_rows_keeps_train_whole_beside_a_test_split_of_its_format(tmp_path):
     folder = write_rows(tmp_path, train=[{"text": "a"}] * 30, test=[{"text": "b"}])
     assert len(load_rows(DataConfig(data=str(folder))).rows["train"]) == 30
-
-
-def test_load_rows_rejects_splits_of_different_formats(tmp_path):
-    write_rows(tmp_path, train=[chat("a", "b")], test=[{"text": "c"}])
-    with raises("data", None, "test.jsonl:1", "text", "train.jsonl:1", "chat"):
+    write_rows(tmp_path, test=[chat("a", "b")])
+    with raises("data", None, "test.jsonl:1", "chat", "train.jsonl:1", "text"):
         load_rows(DataConfig(data=str(tmp_path)))
-
-
-def test_read_rows_keeps_line_separators_inside_strings(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"text": "a\u2028b\x85c"}\r\n\n{"text": "d"}', "utf-8")
-    rows = data.read_rows(tmp_path / "rows.jsonl")
-    assert [r.value["text"] for r in rows] == ["a\u2028b\x85c", "d"]
-    assert rows[1].where.endswith("rows.jsonl:3")
 
 
 @pytest.mark.interop
@@ -159,40 +140,32 @@ def test_load_rows_missing_file_is_not_taken_for_a_hub_id(datasets_library, monk
         load_rows(DataConfig(data="some/set"))
 
 
-def test_load_rows_hub_id_takes_validation_for_valid(datasets_library):
-    columns = DataConfig(data="some/set", prompt_feature="q", completion_feature="a")
-    rows = load_rows(columns).rows
-    assert [len(rows[s]) for s in ("train", "valid", "test")] == [2, 1, 1]
-    assert rows["valid"][0].where == "some/set/valid[0]"
-
-
-def test_load_rows_hf_dataset_renames_columns_and_joins_entries(datasets_library):
-    entry = {"path": "some/set", "valid_split": "validation", "config": {"name": "main"}}
-    entry |= {"prompt_feature": "q", "completion_feature": "a"}
-    rows = load_rows(DataConfig(hf_dataset=[entry, entry])).rows
-    assert [r.value for r in rows["valid"]] == [{"prompt": "3", "completion": "three"}] * 2
-    assert datasets_library.asked[0] == ("some/set", "train[:80%]", {"name": "main"})
-
-
-@pytest.mark.parametrize(
-    ("entry", "code", "names"),
-    [
-        ({"path": "some/set", "prompt_featur": "q"}, "unknown", "'prompt_feature'"),
-        ({"train_split": "train"}, "invalid", "'path'"),
-        (["some/set"], "invalid", "'some/set'"),
-    ],
-)
-def test_load_rows_hf_dataset_names_what_is_wrong(datasets_library, entry, code, names):
-    with raises(code, "hf_dataset", names):
-        load_rows(DataConfig(hf_dataset=entry))
-
-
 def test_encode_assistant_reads_tools_calls_and_results(tokenizer):
     (example,) = encoded(tokenizer, TOOL_CHAT).items
     whole = tokenizer.decode(example.tokens.tolist())
     assert "<tools>" in whole and "<tool_response>\n2" in whole
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert learned(tokenizer, TOOL_CHAT) == [call, "Two.<|im_end|>"]
+
+
+def test_load_rows_hub_id_and_hf_dataset(datasets_library):
+    names = {"prompt_feature": "q", "completion_feature": "a"}
+    rows = load_rows(DataConfig(data="some/set", **names)).rows
+    assert [len(rows[s]) for s in ("train", "valid", "test")] == [2, 1, 1]
+    assert rows["valid"][0].where == "some/set/valid[0]"
+
+    datasets_library.asked.clear()
+    entry = {"path": "some/set", "valid_split": "validation", "config": {"name": "main"}, **names}
+    rows = load_rows(DataConfig(hf_dataset=[entry, entry])).rows
+    assert [r.value for r in rows["valid"]] == [{"prompt": "3", "completion": "three"}] * 2
+    assert datasets_library.asked[0] == ("some/set", "train[:80%]", {"name": "main"})
+    for entry, code, named in (
+        ({"path": "some/set", "prompt_featur": "q"}, "unknown", "'prompt_feature'"),
+        ({"train_split": "train"}, "invalid", "'path'"),
+        (["some/set"], "invalid", "'some/set'"),
+    ):
+        with raises(code, "hf_dataset", named):
+            load_rows(DataConfig(hf_dataset=entry))
 
 
 OPENING = {"role": "assistant", "content": "I begin."}
@@ -238,31 +211,15 @@ def test_encode_assistant_follows_the_thoughts_that_a_template_keeps():
     assert learned(tokenizer, {"messages": TOOL_CHAT["messages"][1:]}) == called
 
 
-def test_encode_assistant_follows_a_template_of_headers_and_eot():
-    llama = with_template(LLAMA, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-    llama.add_eos_token("<|eot_id|>")
-    row = chat("a?", " A ", "b?", "B")
-    assert learned(llama, row) == ["A<|eot_id|>", "B<|eot_id|>"]
-
-
-def test_encode_takes_the_first_token_from_the_template_alone():
-    llama = with_template(LLAMA)
-    (example,) = encoded(llama, chat("a?", "A"), loss_on="all").items
-    start = llama.convert_tokens_to_ids("<|endoftext|>")
-    assert example.tokens.tolist().count(start) == 1 and example.tokens[0] == start
-    assert not example.target[0] and example.target[1:].all()
-
-
 @pytest.mark.parametrize(
     "row",
     [
-        chat("Hi.", "Hello!", "And?", "Bye."),
         chat("Hi.", "Hello!", "And?"),
         TOOL_CHAT,
         chat("🙂", "🙂\n\n"),
         {"prompt": "Two and two?", "completion": "Four. 🙂"},
     ],
-    ids=["turns", "user_last", "tools", "emoji", "pair"],
+    ids=["user_last", "tools", "emoji", "pair"],
 )
 def test_encode_completion_is_mask_prompt_of_mlx_lm(tokenizer, row):
     if "messages" in row:
@@ -299,29 +256,23 @@ def test_encode_counts_rows_that_are_cut_or_lose_every_target(tokenizer):
     examples = encoded(tokenizer, short, long_answer, long_prompt, max_seq_length=30)
     assert (len(examples), examples.cut, examples.dropped) == (2, 2, 1)
     assert max(len(e.tokens) for e in examples.items) == 30
-
-
-def test_encode_ce_last_k_counts_from_the_end_of_a_cut_row(tokenizer):
-    row = chat("Hi.", "word " * 50)
-    (example,) = encoded(tokenizer, row, max_seq_length=20, ce_last_k=3).items
+    (example,) = encoded(tokenizer, long_answer, max_seq_length=20, ce_last_k=3).items
     assert np.flatnonzero(example.target).tolist() == [17, 18, 19]
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "names"),
+    ("row", "names"),
     [
-        ({"messages": "Hi"}, {}, ["'messages'", '"Hi"']),
-        ({"messages": [{"content": "a"}]}, {}, ["'role'", '{"content": "a"}']),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, {}, ["'content'", '["a"]']),
-        ({"text": ""}, {}, ["'text'", "empty"]),
-        ({**chat("a", "b"), "tools": "{"}, {}, ["'tools'", "JSON"]),
-        ({"instruction": "Q", "output": float("nan")}, {}, ["'output' must be a text, but is nan"]),
-        (chat("a" * 99, "b"), {"max_seq_length": 8}, ["--max-seq-length 8"]),
+        ({"messages": [{"content": "a"}]}, ["'role'", '{"content": "a"}']),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, ["'content'", '["a"]']),
+        ({"text": ""}, ["'text'", "empty"]),
+        ({**chat("a", "b"), "tools": "{"}, ["'tools'", "JSON"]),
+        ({"instruction": "Q", "output": float("nan")}, ["'output' must be a text, but is nan"]),
     ],
 )
-def test_encode_names_row_and_fault(tokenizer, row, options, names):
+def test_encode_names_row_and_fault(tokenizer, row, names):
     with raises("data", None, "rows:0", *names):
-        encoded(tokenizer, row, **options)
+        encoded(tokenizer, row)
 
 
 def test_encode_rejects_what_a_format_does_not_have(tokenizer):
@@ -390,9 +341,14 @@ def test_of_a_completion_after_several_turns_the_last_answer_is_asked(tokenizer,
     assert not example.target[: len(tokens)].any() and example.target[len(tokens) :].all()
 
 
-def test_a_chat_that_the_assistant_opens_is_asked_for_its_first_reply(tokenizer):
-    turns = [{"role": "assistant", "content": "Hello."}, *chat("Q", "A")["messages"]]
-    row = Row("x", {"messages": turns})
+def test_prompt_of_a_text_is_its_beginning_and_of_an_opened_chat_its_first_question(tokenizer):
+    row = Row("x", {"text": "word " * 80})
+    text, tokens = format_of(row, COLUMNS).read(row, COLUMNS, tokenizer).prompt()
+    assert row.value["text"].startswith(text) and len(tokens) == 32
+    short = Row("x", {"text": "In the beginning God"})
+    count = len(tokenizer.encode(short.value["text"]))
+    assert len(format_of(short, COLUMNS).read(short, COLUMNS, tokenizer).prompt()[1]) == count // 2
+    row = Row("x", {"messages": [OPENING, *chat("Q", "A")["messages"]]})
     assert Chat().read(row, COLUMNS).answer == "A"
     assert Chat().read(row, COLUMNS, tokenizer).prompt()[0] == "Q"
 
@@ -408,25 +364,14 @@ def test_optional_columns_may_be_empty(tokenizer, empty):
     assert format_of(whole, named).read(whole, named).answer == "A"
 
 
-def test_prompt_of_a_text_is_its_beginning(tokenizer):
-    row = Row("x", {"text": "word " * 80})
-    text, tokens = format_of(row, COLUMNS).read(row, COLUMNS, tokenizer).prompt()
-    assert row.value["text"].startswith(text) and len(tokens) == 32
-    short = Row("x", {"text": "In the beginning God"})
-    count = len(tokenizer.encode(short.value["text"]))
-    assert len(format_of(short, COLUMNS).read(short, COLUMNS, tokenizer).prompt()[1]) == count // 2
-
-
 MESSAGES = chat("Hi", "ok")["messages"]
 
 
 @pytest.mark.parametrize(
     ("row", "name"),
     [
-        ({"messages": [], "text": "a"}, "chat"),
         ({"messages": [], "prompt": "a", "completion": "b"}, "completion"),
         ({"anchor": "a", "positive": "b", "negative": "c"}, "triplets"),
-        ({"anchor": "a", "positive": "b", "score": 1}, "pairs"),
         ({"sentence1": "a", "sentence2": "b", "score": 1}, "scored pairs"),
         ({"prompt": None, "completion": None, "messages": MESSAGES}, "chat"),  # null is no column
         ({"messages": None}, "chat"),  # which then names the fault
@@ -434,3 +379,71 @@ MESSAGES = chat("Hi", "ok")["messages"]
 )
 def test_a_row_has_the_first_format_that_it_matches(row, name):
     assert format_of(Row("x", row), COLUMNS).name == name
+
+
+@pytest.fixture
+def row_sources(tmp_path):
+    """A file, a list of rows, one without rows, and a list of values: the numbers from 0 to 999."""
+    values = [{"text": str(i)} for i in range(1000)]
+    lines = "".join(json.dumps(value) + "\n" for value in values[:400])
+    (tmp_path / "rows.jsonl").write_text(lines)
+    listed = [Row(f"list:{i}", values[i]) for i in range(400, 640)]
+    return [
+        JsonLines(tmp_path / "rows.jsonl"),
+        RowList(listed),
+        RowList([]),
+        ValueList("values", values[640:], dict),
+    ]
+
+
+def numbers(rows) -> list[int]:
+    return [int(row.value["text"]) for row in rows]
+
+
+def test_rows_are_those_of_one_source_after_another(row_sources):
+    rows = Rows(row_sources)
+    assert numbers(rows) == list(range(1000)) and len(rows) == 1000
+
+    edges = [rows.where(i).rpartition("/")[2] for i in (0, 399, 400, 639, 640, 999)]
+    assert edges[:3] == ["rows.jsonl:1", "rows.jsonl:400", "list:400"]
+    assert edges[3:] == ["list:639", "values[0]", "values[359]"]
+
+    assert [rows[i].where for i in range(1000)] == [rows.where(i) for i in range(1000)]
+    assert rows[-1].value == {"text": "999"} and numbers(rows[398:402]) == [398, 399, 400, 401]
+
+    with pytest.raises(IndexError):
+        _ = rows[1000]
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [[], [999], [399, 400, 639, 640], [3, 4, 5, 50, 51, 700]],
+)
+def test_selected_rows_are_read_in_any_part(row_sources, indices):
+    rows = Rows(row_sources)
+    selected = rows.select(np.array(indices, int))
+    for part in (slice(None), slice(1, 3), slice(2, 100), slice(-2, None), slice(5, 2)):
+        assert numbers(selected[part]) == indices[part]
+    places = [selected.where(i) for i in range(len(selected))]
+    assert places == [row.where for row in selected] == [rows.where(i) for i in indices]
+    assert 0 < selected.nbytes() <= rows.nbytes() or not indices
+    if indices:
+        assert selected[-1].value == {"text": str(indices[-1])}
+    part = rows[350:700].select(np.arange(0, 350, 3))[10:90]
+    assert numbers(part) == list(range(350, 700, 3))[10:90]
+    assert numbers(part.select(np.array([0, 5, 79]))) == [380, 395, 617]
+
+
+def test_key_is_that_of_the_content_and_the_selection_and_the_fingerprint_of_the_content(
+    row_sources,
+):
+    rows = Rows(row_sources)
+    parts = [rows, rows[:5], rows[1:], rows.select(np.array([1, 5])), Rows(row_sources[:2])]
+    keys = [part.content_key() for part in parts]
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert keys[3] == rows.select(np.array([1, 5], np.int32)).content_key()
+    assert as_rows([Row("x", {"text": object()})]).content_key() is None
+    rows = [Row("a:1", {"text": "x"}), Row("a:2", {"text": "y"})]
+    moved = [Row("b:9", {"text": "x"}), Row("c:1", {"text": "y"})]
+    own, same, other = (as_rows(each).fingerprint() for each in (rows, moved, rows[::-1]))
+    assert own == same != other

@@ -16,7 +16,7 @@ from tests.helpers.errors import raises
 from tests.helpers.steps import examples_of
 
 TOP_K = 3
-LENGTHS = (9, 4, 12, 7, 5)
+OWN = Examples(examples_of((9, 4, 12, 7, 5)), "text", "all")
 DAMAGES = {
     "missing": Path.unlink,
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-40]),
@@ -24,21 +24,18 @@ DAMAGES = {
 }
 
 
-def examples(lengths=LENGTHS) -> Examples:
-    return Examples(examples_of(lengths), "text", "all")
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(teacher_cache, "_SHARD_BYTES", 10 * teacher_cache.target_bytes(TOP_K, 128))
 
 
-def facts_of(own: Examples, **changes) -> CacheFacts:
-    known = {"vocab_size": 128, "top_k": TOP_K, "max_seq_length": 32}
-    splits = {"train": split_facts(own, TOP_K, 128)}
-    return CacheFacts("teacher", "w", "t", splits=splits, **known | changes)
-
-
-def written(folder, own: Examples) -> TeacherCache:
+def written(folder) -> TeacherCache:
     """A cache whose values are the numbers of the targets."""
-    cache = TeacherCache(folder, facts_of(own))
+    splits = {"train": split_facts(OWN, TOP_K, 128)}
+    facts = {"vocab_size": 128, "top_k": TOP_K, "max_seq_length": 32, "splits": splits}
+    cache = TeacherCache(folder, CacheFacts("teacher", "w", "t", **facts))
     cache.create()
-    starts = np.concatenate([[0], np.cumsum(own.target_counts)])
+    starts = np.concatenate([[0], np.cumsum(OWN.target_counts)])
     edges = cache.facts.splits["train"]["edges"]
     for shard in cache.missing("train"):
         numbers = np.arange(starts[edges[shard]], starts[edges[shard + 1]])
@@ -48,24 +45,17 @@ def written(folder, own: Examples) -> TeacherCache:
     return cache
 
 
-@pytest.fixture
-def small_shards(monkeypatch):
-    monkeypatch.setattr(teacher_cache, "_SHARD_BYTES", 10 * teacher_cache.target_bytes(TOP_K, 128))
-
-
-@pytest.mark.usefixtures("small_shards")
 def test_batches_and_their_pieces_have_what_is_cached_of_their_targets(tmp_path):
-    own = examples()
-    cache = written(tmp_path, own)
+    cache = written(tmp_path)
     assert len(cache.facts.splits["train"]["edges"]) == 4
-    targets = TeacherCache.at(tmp_path).of(own, 128)
+    targets = TeacherCache.at(tmp_path).of(OWN, 128)
 
-    starts = np.concatenate([[0], np.cumsum(own.target_counts)])
+    starts = np.concatenate([[0], np.cumsum(OWN.target_counts)])
     for collate, order in (
         (TokenCollate(4, 16), np.array([3, 0, 4])),
         (TokenCollate(2, 32), Packed([[2, 1], [4, 0, 3]])),
     ):
-        batch = collate(own, order)
+        batch = collate(OWN, order)
         whole = targets.having(batch)
         assert teacher_cache.without_teacher(whole).inputs.keys() == batch.inputs.keys()
         pieces = [targets.having(piece) for piece in collate.split(batch, 2)]
@@ -81,57 +71,41 @@ def test_batches_and_their_pieces_have_what_is_cached_of_their_targets(tmp_path)
             assert piece.inputs["teacher_tokens"].dtype == np.int32
 
 
-@pytest.mark.usefixtures("small_shards")
-def test_other_examples_are_rejected(tmp_path):
-    own = examples()
-    cache = written(tmp_path, own)
-    items = list(own.items)
+def test_other_examples_and_vocabularies_are_rejected(tmp_path):
+    cache = written(tmp_path)
+    items = list(OWN.items)
     other_target = Example(items[2].tokens, np.arange(12) > 6, "x")
     others = [items[::-1], items[:-1], [*items[:2], other_target, *items[3:]]]
     for each in others:
         with raises("mismatch", "teacher_cache", str(tmp_path)):
             cache.of(Examples(each, "text", "all"), 128)
+    targets = cache.of(OWN, vocab_size=5)  # of the student, which lacks some tokens
+    with raises("mismatch", "teacher_cache", "5"):
+        targets.having(TokenCollate(2, 16)(OWN, np.array([2, 3])))
 
 
-@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_cache_is_rejected_and_can_be_continued(tmp_path, damage):
-    own = examples()
-    cache = written(tmp_path, own)
+    cache = written(tmp_path)
     file = tmp_path / "train-00001.npy"
     content = file.read_bytes()
     damage(file)
 
     with raises("unreadable", "teacher_cache", file.name):
-        cache.of(own, 128)
+        cache.of(OWN, 128)
     assert cache.missing("train") == [1]
-    written(tmp_path, own)
+    written(tmp_path)
     assert file.read_bytes() == content
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("top_k", 0),
-        ("splits", {}),
-        ("format", 2),
-        ("teacher", None),
-        ("temperature", 2.0),
-        ("weights", "other"),
-    ],
+    [("top_k", 0), ("splits", {}), ("format", 2), ("teacher", None), ("weights", "other")],
 )
 def test_a_wrong_cache_json_is_rejected(tmp_path, key, value):
     """Other weights would be those of other log-probabilities: the hashes differ."""
-    own = examples()
-    written(tmp_path, own)
+    written(tmp_path)
     content = json.loads((tmp_path / FACTS).read_text())
     (tmp_path / FACTS).write_text(json.dumps(content | {key: value}))
     with raises("unreadable", "teacher_cache", "train-00000" if key == "weights" else FACTS):
-        TeacherCache.at(tmp_path).of(own, 128)
-
-
-def test_tokens_beyond_the_vocabulary_of_the_student_are_rejected(tmp_path):
-    own = examples()
-    targets = written(tmp_path, own).of(own, vocab_size=5)
-    with raises("mismatch", "teacher_cache", "5"):
-        targets.having(TokenCollate(2, 16)(own, np.array([2, 3])))
+        TeacherCache.at(tmp_path).of(OWN, 128)

@@ -28,7 +28,6 @@ def script(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def make_data() -> ModuleType:
-    """The script that makes the data."""
     return script("make_data")
 
 

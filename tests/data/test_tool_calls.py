@@ -1,7 +1,7 @@
 """Calls and tools of every dialect have one form, which training and serving render."""
 
 import json
-from datetime import date, datetime, time, timezone
+from datetime import date, datetime, time
 
 import pytest
 
@@ -21,10 +21,10 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA
         ('{"city": "Bonn", "a": null}', {"city": "Bonn", "a": None}),
         ({"city": "Bonn", "a": None, "at": {"x": 1, "y": None}}, {"city": "Bonn", "at": {"x": 1}}),
         (
-            {"at": datetime(2026, 5, 1, 8), "of": [{"day": date(2026, 5, 1)}, time(8, 30)]},
-            {"at": "2026-05-01T08:00:00", "of": [{"day": "2026-05-01"}, "08:30:00"]},
+            {"of": [{"day": date(2026, 5, 1)}, time(8, 30)]},
+            {"of": [{"day": "2026-05-01"}, "08:30:00"]},
         ),
-        *((nothing, {}) for nothing in (None, "", " ", "null", "{}", {}, {"a": None})),
+        *((nothing, {}) for nothing in (None, " ", "null", {"a": None})),
     ],
 )
 def test_arguments_are_an_object(value, expected):
@@ -49,9 +49,10 @@ def test_arguments_that_are_no_object_are_a_fault(value, fault):
 @pytest.mark.parametrize("levels", [101, 5000])
 def test_a_text_that_is_nested_too_deeply_is_a_fault(levels):
     deep = '{"a":' * levels + "1" + "}" * levels
-    tool = {"name": "f", "parameters": deep}
-    call = f'{{"name": "f", "arguments": {deep}}}'
-    for read, value in ((normal_arguments, deep), (normal_tools, [tool]), (normal_calls, call)):
+    for read, value in (
+        (normal_arguments, deep),
+        (normal_tools, [{"name": "f", "parameters": deep}]),
+    ):
         with pytest.raises(ValueError, match="nested more than 100 deep|not valid JSON"):
             read(value)
 
@@ -68,8 +69,7 @@ def test_a_missing_date_of_pandas_is_a_fault():
     "calls",
     [
         [CALL],
-        CALL,
-        [{"name": "weather", "arguments": '{"city": "Bonn"}'}],
+        {"name": "weather", "arguments": '{"city": "Bonn"}'},
         [{"function": CALL["function"], "id": None, "index": 0}],
         [{"type": "tool_use", "name": "weather", "input": {"city": "Bonn"}}],
         [{**CALL["function"], "input": {"city": "Bonn"}, "args": {}, "parameters": {"a": None}}],
@@ -86,7 +86,6 @@ def test_calls_of_every_form_are_one(calls):
     [
         (["x"], "call"),
         ([{"arguments": {"a": 1}}], "call"),
-        ([{"name": "f", "function": 5}], "call"),
         (5, "call"),
         ([{"function": {"name": "f", "values": {"a": 1}}}], "unknown key 'values'"),
         ([{"name": "f", "arguments": {"a": 1}, "input": {"a": 2}}], "different arguments"),
@@ -97,12 +96,9 @@ def test_what_is_no_call_is_a_fault(calls, fault):
         normal_calls(calls)
 
 
-@pytest.mark.parametrize("nothing", [None, "", "null", "[]", [], [{}]])
-def test_no_calls_and_no_tools_are_none(nothing):
-    assert normal_calls(nothing) == [] and normal_tools(nothing) is None
-
-
-def test_a_null_in_a_text_stays():
+def test_a_null_in_a_text_stays_and_none_elsewhere():
+    for nothing in (None, "", "null", [], [{}]):
+        assert normal_calls(nothing) == [] and normal_tools(nothing) is None
     schema = {"properties": {"city": {"default": None}}}
     text = json.dumps([{"name": "f", "parameters": schema}])
     assert normal_tools(text)[0]["function"]["parameters"] == schema
@@ -119,8 +115,7 @@ def test_a_null_in_a_text_stays():
         [TOOL],
         TOOL,
         json.dumps([TOOL]),
-        [TOOL["function"]],
-        [{"type": "function", "function": {**TOOL["function"], "parameters": json.dumps(SCHEMA)}}],
+        [{**TOOL["function"], "parameters": json.dumps(SCHEMA)}],
         [{**TOOL, "function": {**TOOL["function"], "strict": True}, "x": None}],
         [TOOL, {}, None, {"type": None, "function": {"name": None}}],
     ],
@@ -130,10 +125,8 @@ def test_tools_of_every_form_are_one(tools):
 
 
 def test_dates_in_tools_are_iso_texts():
-    schema = {"default": datetime(2026, 5, 1, 8, tzinfo=timezone.utc), "minimum": date(2026, 5, 1)}
-    (tool,) = normal_tools([{"name": "f", "parameters": schema}])
-    expected = {"default": "2026-05-01T08:00:00+00:00", "minimum": "2026-05-01"}
-    assert tool["function"]["parameters"] == expected
+    (tool,) = normal_tools([{"name": "f", "parameters": {"at": datetime(2026, 5, 1, 8)}}])
+    assert tool["function"]["parameters"] == {"at": "2026-05-01T08:00:00"}
     with pytest.raises(ValueError, match="a tool has, in 'function.parameters.x', a bytes"):
         normal_tools([{"name": "f", "parameters": {"x": b"x"}}])
 
@@ -158,33 +151,22 @@ RESULT = {"role": "tool", "content": "clear"}
 def test_messages_of_every_dialect_have_one_form(called, result):
     messages = [turn.message for turn in turns_of([USER, called, result])]
     assert messages == [USER, NORMAL, RESULT]
+    answer = {"role": "assistant", "content": f"<tool_call>\n{TEXT}\n</tool_call>"}
+    assert turns_of([answer])[0].message == answer  # a call as text stays text
 
 
 @pytest.mark.parametrize("before", [{"role": "assistant", "content": "I look."}, None])
-def test_a_call_after_an_answer_or_a_call_is_a_fault(before):
+def test_a_call_after_an_answer_or_a_call_and_a_turn_without_one_are_faults(before):
     called = {"role": "function_call", "content": TEXT}
     with pytest.raises(ValueError, match="Write them as one answer"):
         turns_of([USER, before or called, called])
     assert len(turns_of([USER, called, RESULT, called])) == 4
+    for content in ("", "clear", None):
+        with pytest.raises(ValueError, match="call"):
+            turns_of([USER, {**called, "content": content}])
 
 
-@pytest.mark.parametrize("content", ["", "clear", "[]", None, "<think>Ask.</think>"])
-def test_a_turn_of_calls_without_one_is_a_fault(content):
-    with pytest.raises(ValueError, match="call"):
-        turns_of([USER, {"role": "function_call", "content": content}])
-
-
-def test_calls_as_text_stay_text():
-    answer = {"role": "assistant", "content": f"<tool_call>\n{TEXT}\n</tool_call>"}
-    assert turns_of([answer])[0].message == answer
-
-
-@pytest.mark.parametrize("arguments", ['{"city": "Bonn", "a": null}', ""])
-def test_serving_has_the_same_form_as_training(arguments):
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    served = Message.model_validate(message).to_template()
-    assert served == turns_of([message])[0].message
-    call["function"]["arguments"] = "{city"  # as a model wrote it
-    served = Message.model_validate(message).to_template()
+def test_arguments_that_a_model_wrote_wrong_are_served_as_they_are():
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{city"}}
+    served = Message.model_validate({"role": "assistant", "tool_calls": [call]}).to_template()
     assert served["tool_calls"][0]["function"]["arguments"] == "{city"
