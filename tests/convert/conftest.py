@@ -12,9 +12,10 @@ from mlx_packs import LoRAConfig, Pack, load_base
 from mlx_packs.adapters.attach import attach
 from mlx_packs.convert.external import CONFIG
 from mlx_packs.convert.interop import export_pack
-from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.encoders import write_vocabulary
+from tests.helpers.packs import random_pack
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
@@ -60,17 +61,24 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def pack_with(model: Path, folder: Path, **lora) -> Pack:
-    """A pack with random B on all that a LoRAConfig targets."""
-    base = load_base(model)
-    attached = attach(base, LoRAConfig(**lora))
-    try:
-        mx.random.seed(1)
-        for adapters in {id(place.lora): place.lora for place in attached.places.values()}.values():
-            adapters.lora_b[:] = [mx.random.normal(t.shape) * 0.1 for t in adapters.lora_b]
-        return pack_of(attached).save(folder)
-    finally:
-        attached.detach()
+def pack_with(model: Path, folder: Path, target_modules=(), **lora) -> Pack:
+    """A pack of random adapters on all that a LoRAConfig targets."""
+    return random_pack(load_base(model), targets=target_modules, **lora).save(folder)
+
+
+def saved_by_torch(model, folder: Path, pooling: str, normalize: bool = True) -> Path:
+    """The folder of an encoder of transformers, as sentence-transformers saves it."""
+    from sentence_transformers import SentenceTransformer, models
+    from transformers import BertTokenizerFast
+
+    raw = write_vocabulary(folder / "raw")
+    model.save_pretrained(raw)
+    BertTokenizerFast(str(raw / "vocab.txt")).save_pretrained(raw)
+    transformer = models.Transformer(str(raw), max_seq_length=128)
+    parts = [transformer, models.Pooling(model.config.hidden_size, pooling_mode=pooling)]
+    parts += [models.Normalize()] if normalize else []
+    SentenceTransformer(modules=parts, device="cpu").save(str(folder / "model"))
+    return folder / "model"
 
 
 def torch_model(folder: Path):
@@ -155,9 +163,3 @@ def exported(bases, tmp_path_factory):
         return pack, base, folder / f"{kind}-{to}"
 
     return get
-
-
-def embedding_adapter(vocab: int = 4096, width: int = 64, rank: int = 3) -> dict:
-    a, b = (mx.random.normal(s, key=mx.random.key(4)) for s in ((rank, vocab), (width, rank)))
-    name = "model.embed_tokens.lora_embedding_"
-    return {f"{name}A": 0.2 * a, f"{name}B": 0.2 * b}

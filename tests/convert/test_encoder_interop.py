@@ -1,5 +1,5 @@
-"""Encoders against sentence-transformers, transformers and PEFT on torch: a MiniLM of random
-weights, its embeddings, losses and gradients, metrics, exports and merges."""
+"""Encoders against sentence-transformers, transformers and PEFT on torch: a MiniLM and a ModernBERT of
+random weights, their embeddings, losses and gradients, metrics, exports and merges."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,15 @@ from mlx_packs.data.pairs import PairCollate, encode_pairs
 from mlx_packs.evaluation.embeddings import score_pairs
 from mlx_packs.objectives.embedding import EmbeddingObjective
 from mlx_packs.objectives.objective import arrays_of
-from tests.convert.conftest import adapted, torch_adapted, torch_model
+from mlx_packs.runtime import mx
+from tests.convert.conftest import adapted, saved_by_torch, torch_adapted, torch_model
 from tests.helpers.encoders import (
     MINILM,
+    VOCABULARY,
     all_pairs,
     all_scored,
     all_triplets,
     write_pairs,
-    write_vocabulary,
 )
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
@@ -40,27 +41,35 @@ TEXTS = [
 
 
 def make_minilm(folder: Path, pooling: str = "mean", normalize: bool = True, **changes) -> Path:
-    """A MiniLM of random weights, saved by sentence-transformers."""
     import torch
-    from sentence_transformers import SentenceTransformer, models
-    from transformers import BertConfig, BertModel, BertTokenizerFast
+    from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    raw = write_vocabulary(folder / "raw")
     config = {k: v for k, v in MINILM.items() if k not in ("model_type", "architectures")} | changes
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     result = BertModel(BertConfig(**config, **no_dropout, initializer_range=0.06))
     for name, parameter in result.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.05)
+    return saved_by_torch(result, folder, pooling, normalize)
 
-    result.save_pretrained(raw)
-    BertTokenizerFast(str(raw / "vocab.txt")).save_pretrained(raw)
-    transformer = models.Transformer(str(raw), max_seq_length=128)
-    parts = [transformer, models.Pooling(384, pooling_mode=pooling)]
-    parts += [models.Normalize()] if normalize else []
-    SentenceTransformer(modules=parts, device="cpu").save(str(folder / "minilm"))
-    return folder / "minilm"
+
+def make_modern_bert(folder: Path, pooling: str = "mean", **changes) -> Path:
+    import torch
+    from transformers import ModernBertConfig, ModernBertModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    tokens |= {"cls_token_id": 2, "sep_token_id": 3}
+    config = ModernBertConfig(
+        vocab_size=len(VOCABULARY),
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        **({"local_attention": 8} | sizes | tokens | changes),
+    )
+    return saved_by_torch(ModernBertModel(config), folder, pooling)
 
 
 @pytest.fixture(scope="module")
@@ -69,21 +78,38 @@ def minilm(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def minilm_pack(minilm, tmp_path_factory) -> Pack:
-    """A pack of it, trained for a few steps."""
+def modern(tmp_path_factory) -> Path:
+    return make_modern_bert(tmp_path_factory.mktemp("modern"))
+
+
+@pytest.fixture(scope="module", params=["minilm", "modern"])
+def trained(request, tmp_path_factory) -> tuple[Path, Pack]:
+    """An encoder and a pack of it, trained for a few steps."""
+    encoder = request.getfixturevalue(request.param)
     folder = tmp_path_factory.mktemp("trained")
     data = write_pairs(folder / "pairs", all_pairs())
     train = TrainConfig(task="embedding", batch_size=8, iters=4, learning_rate=1e-3)
-    return train_pack(minilm, str(data), LoRAConfig(rank=4), train, folder / "pack").pack
+    return encoder, train_pack(encoder, str(data), LoRAConfig(rank=4), train, folder / "p").pack
+
+
+LAYERS = ["full_attention"] + ["sliding_attention"] * 3
+BIASES = {"attention_bias": True, "mlp_bias": True, "norm_bias": True}
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"pooling": "cls"}, {"pooling": "max", "normalize": False}, {"hidden_act": "gelu_new"}],
-    ids=["as MiniLM", "cls", "max", "gelu_new"],
+    ("make", "changes"),
+    [
+        (make_minilm, {}),
+        (make_minilm, {"pooling": "cls"}),
+        (make_minilm, {"pooling": "max", "normalize": False}),
+        (make_minilm, {"hidden_act": "gelu_new"}),
+        (make_modern_bert, {"pooling": "cls"}),
+        (make_modern_bert, {"local_attention": 4, "layer_types": LAYERS}),
+        (make_modern_bert, BIASES),
+    ],
 )
-def test_embeddings_are_those_of_sentence_transformers(tmp_path, changes):
-    folder = make_minilm(tmp_path, **changes)
+def test_embeddings_are_those_of_sentence_transformers(tmp_path, make, changes):
+    folder = make(tmp_path, **changes)
     theirs = torch_model(folder).encode(TEXTS, batch_size=2)
     ours = load_base(folder).encode(TEXTS, batch_size=4)
     assert np.abs(ours - theirs).max() < 1e-5
@@ -148,6 +174,31 @@ def test_a_step_has_the_loss_and_gradients_of_sentence_transformers(minilm, name
     attached.detach()
 
 
+def test_states_and_gradients_of_modern_bert_are_those_of_transformers_with_peft(modern):
+    import torch
+
+    base, attached, tensors = adapted(modern)
+    model, theirs = torch_adapted(modern, tensors)
+    rows = base.tokenizer(TEXTS[::4], padding=True)
+    tokens, mask = np.array(rows["input_ids"]), np.array(rows["attention_mask"])
+    batch = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
+    expected = model(batch)["sentence_embedding"]
+    (expected**3).sum().backward()
+
+    def loss(inputs: dict) -> mx.array:
+        return (base.model(inputs["tokens"], inputs["lengths"]) ** 3).sum()
+
+    inputs = {"tokens": mx.array(tokens), "lengths": mx.array(mask.sum(axis=1))}
+    own = np.array(base.model(inputs["tokens"], inputs["lengths"]))
+    np.testing.assert_allclose(own, expected.detach().numpy(), atol=1e-5)
+
+    # gradients by name on disk: those of the adapters stand where the adapters do
+    base.model.update(nn.value_and_grad(base.model, loss)(inputs)[1])
+    for name, gradient in attached.tensors().items():
+        wanted = theirs[name].grad.numpy().T
+        assert np.abs(np.array(gradient) - wanted).max() < 1e-4 * np.abs(wanted).max()
+
+
 def test_metrics_are_those_of_its_evaluators(minilm):
     from sentence_transformers.sentence_transformer import evaluation as theirs
 
@@ -190,28 +241,30 @@ def embeddings_with(base, pack: Pack) -> np.ndarray:
 
 
 @pytest.mark.systems
-def test_a_merged_folder_opens_in_sentence_transformers(minilm, minilm_pack, tmp_path):
-    report = merge_pack(minilm_pack, minilm, tmp_path / "merged")
-    assert report["passed"] and report["changed"] == 36
-    base = load_base(minilm)
-    wanted = embeddings_with(base, minilm_pack)
+def test_a_merged_folder_opens_in_sentence_transformers(trained, tmp_path):
+    encoder, pack = trained
+    report = merge_pack(pack, encoder, tmp_path / "merged")
+    assert report["passed"] and report["changed"] == len(pack.specs)
+    base = load_base(encoder)
+    wanted = embeddings_with(base, pack)
     theirs = torch_model(tmp_path / "merged").encode(TEXTS)
     assert np.abs(theirs - wanted).max() < 1e-5
     assert np.abs(theirs - base.encode(TEXTS)).max() > 1e-3
 
 
 @pytest.mark.systems
-def test_an_export_opens_in_peft_and_sentence_transformers(minilm, minilm_pack, tmp_path):
+def test_an_export_opens_in_peft_and_sentence_transformers(trained, tmp_path):
     import torch
     from peft import PeftModel
     from transformers import AutoModel
 
-    export_pack(minilm_pack, "peft", tmp_path / "peft")
-    wanted = embeddings_with(load_base(minilm), minilm_pack)
-    model = torch_model(minilm)
+    encoder, pack = trained
+    export_pack(pack, "peft", tmp_path / "peft")
+    wanted = embeddings_with(load_base(encoder), pack)
+    model = torch_model(encoder)
     model.load_adapter(str(tmp_path / "peft"))
     assert np.abs(model.encode(TEXTS) - wanted).max() < 1e-5
-    wrapped = PeftModel.from_pretrained(AutoModel.from_pretrained(minilm), tmp_path / "peft")
+    wrapped = PeftModel.from_pretrained(AutoModel.from_pretrained(encoder), tmp_path / "peft")
     inputs = model.preprocess(TEXTS[:1])
     with torch.no_grad():
         states = wrapped(inputs["input_ids"], inputs["attention_mask"])[0]

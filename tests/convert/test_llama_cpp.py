@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from mlx_packs import LoRAConfig, load_base
-from mlx_packs.adapters.attach import attach
+from mlx_packs import load_base
 from mlx_packs.bases.files import resolve_checkpoint
 from mlx_packs.convert.interop import export_pack
 from mlx_packs.inference.generate import complete
-from mlx_packs.packs.making import pack_of
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.families import randomized
 from tests.helpers.gguf_base import write_gguf
+from tests.helpers.packs import random_pack
 
 PROMPT = "It was a truth that"
 TINY = resolve_checkpoint("tiny")
@@ -67,14 +65,8 @@ def test_llama_cpp_writes_the_same_text(family, targets, tmp_path):
     folder = TINY if family == "qwen3" else llama(tmp_path / "llama")
     base = load_base(str(folder))
     ranks = {} if "q_proj" in targets or "k_proj" in targets else {"v_proj": 3}
-    attached = attach(
-        base, LoRAConfig(rank=8, alpha=12.0, rank_pattern=ranks, target_modules=targets)
-    )
-
-    randomized(attached)
-    pack = pack_of(attached).save(tmp_path / "pack")
-    attached.detach()
-    export_pack(pack, "gguf", tmp_path / "out")
+    pack = random_pack(base, 1, 8, targets, alpha=12.0, rank_pattern=ranks)
+    export_pack(pack.save(tmp_path / "pack"), "gguf", tmp_path / "out")
 
     model = write_gguf(folder, tmp_path / "base.gguf")
     tokens = base.tokenizer.encode(PROMPT)

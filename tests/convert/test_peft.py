@@ -217,26 +217,32 @@ def test_mlx_lm_and_transformers_name_modules_alike(family):
     assert {peft_format.path_there(path, family) for path in ours} <= there and ours
 
 
-def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path):
+def with_head(folder: Path, out: Path, labels: int, **facts):
+    """A base, a pack on it with a head of ``labels``, its export, and that opened by PEFT."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
-    base = load_base(transformers_base)
+    base = load_base(folder)
     base.tokenizer = load_base("tiny").tokenizer  # the same, with a chat template
-    pack = random_pack(base, targets=TARGETS.get(transformers_base.name, ALL))
-    weight = mx.random.normal((1, 64), key=mx.random.key(5))
-    pack = untrained_pack(base, pack.specs, pack.tensors, {"score.weight": weight})
+    pack = random_pack(base, targets=TARGETS.get(folder.name, ALL))
+    weight = mx.random.normal((labels, 64), key=mx.random.key(5))
+    pack = untrained_pack(base, pack.specs, pack.tensors, {"score.weight": weight}, **facts)
 
-    export_pack(pack.save(tmp_path / "pack"), "peft", tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    report = export_pack(pack.save(out / "pack"), "peft", out / "out")
+    config = json.loads((out / "out" / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-
+    assert any(f"num_labels={labels}" in note for note in report["notes"])
     model = AutoModelForSequenceClassification.from_pretrained(
-        transformers_base, num_labels=1, dtype=torch.float32
+        folder, num_labels=labels, dtype=torch.float32
     )
-    there = PeftModel.from_pretrained(model, str(tmp_path / "out")).eval()
+    return base, pack, PeftModel.from_pretrained(model, str(out / "out")).eval()
 
+
+def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path):
+    import torch
+
+    base, pack, there = with_head(transformers_base, tmp_path, 1)
     rows = [{"prompt": "Say red.", "completion": c} for c in ("red.", "No, blue it is.")]
     scores = base.rewards(rows, pack)
     places = [Row(f"f:{i}", row) for i, row in enumerate(rows)]
@@ -258,25 +264,9 @@ def test_a_reward_model_has_the_same_scores_in_peft(transformers_base, tmp_path)
 def test_a_classifier_has_the_same_logits_in_peft(transformers_base, tmp_path):
     """PEFT opens the head and the adapters; what PEFT wrote itself is a classifier here."""
     import torch
-    from peft import PeftModel
-    from transformers import AutoModelForSequenceClassification
 
-    base = load_base(transformers_base)
-    base.tokenizer = load_base("tiny").tokenizer
-    pack = random_pack(base, targets=TARGETS.get(transformers_base.name, ALL))
-    weight = mx.random.normal((3, 64), key=mx.random.key(5))
     classes = Classes(SINGLE, ("red", "green", "blue"), temperature=2.0)
-    facts = {"classifier": classes.to_json()}
-    pack = untrained_pack(base, pack.specs, pack.tensors, {"score.weight": weight}, **facts)
-
-    report = export_pack(pack.save(tmp_path / "pack"), "peft", tmp_path / "out")
-    assert any("num_labels=3" in note for note in report["notes"])
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-    model = AutoModelForSequenceClassification.from_pretrained(
-        transformers_base, num_labels=3, dtype=torch.float32
-    )
-    there = PeftModel.from_pretrained(model, str(tmp_path / "out")).eval()
+    base, pack, there = with_head(transformers_base, tmp_path, 3, classifier=classes.to_json())
 
     texts = ["Say red.", "No, blue it is."]
     for text, prediction in zip(texts, base.classify(texts, pack), strict=True):

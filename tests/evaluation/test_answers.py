@@ -36,7 +36,6 @@ WANTED = '{"a": [1, true], "b": "x"}'
         ('{"b":"x","a":[1.0,true]}', {"json"}),
         (f"Here: {WANTED}.", {"contains"}),
         ('{"a": [1, 1], "b": "x"}', set()),
-        (WANTED[:-1], set()),
         ("[" * 5000, set()),
         ("", set()),
     ],
@@ -47,15 +46,11 @@ def test_when_an_answer_is_right(answer, right):
 
 
 def test_the_embedded_data_has_a_metric_of_its_own(tmp_path):
-    assert metric_of(None, DataConfig()) == "exact"
-    assert metric_of("json", DataConfig()) == "json"
-    assert metric_of("none", DataConfig()) is None
+    assert metric_of(None, DataConfig()) == "exact" and metric_of("none", DataConfig()) is None
     assert metric_of(None, DataConfig(data=str(tmp_path))) is None
-    assert metric_of(None, DataConfig(hf_dataset={"path": "a/b"})) is None
 
 
-def asked(base, rows, metric="exact", longest=100, most=-1, folder=None):
-    """The questions of some rows."""
+def asked(base, rows, folder, metric="exact", longest=100, most=-1) -> list[Question]:
     rows = read_rows(write_rows(folder, test=rows) / "test.jsonl")
     columns = DataConfig()
     row_format = format_of(rows[0], columns, TOKEN_FORMATS)
@@ -64,15 +59,15 @@ def asked(base, rows, metric="exact", longest=100, most=-1, folder=None):
 
 def test_examples_without_an_answer_or_too_long_are_not_asked(shared_tiny, tmp_path):
     rows = [chat("a", "1"), chat("b", " "), chat("c " * 80, "3"), chat("d", "4"), chat("e", "5")]
-    questions = asked(shared_tiny, rows, longest=60, most=2, folder=tmp_path)
+    questions = asked(shared_tiny, rows, tmp_path, longest=60, most=2)
     assert [(q.text, q.wanted) for q in questions] == [("a", "1"), ("d", "4")]
 
 
 def test_examples_that_a_metric_cannot_ask_are_named(shared_tiny, tmp_path):
     with raises("data", "metric", "test.jsonl:1"):
-        asked(shared_tiny, [chat("a", "no JSON")], "json", folder=tmp_path)
+        asked(shared_tiny, [chat("a", "no JSON")], tmp_path, "json")
     with raises("conflict", "metric", "--max-seq-length"):
-        asked(shared_tiny, [chat("word " * 200, "b")], folder=tmp_path)
+        asked(shared_tiny, [chat("word " * 200, "b")], tmp_path)
 
 
 def exam(base, metric: str, *wanted: str) -> Exam:
@@ -105,13 +100,6 @@ def test_samples_are_wrong_without_the_pack_and_right_with_it(shared_tiny):
     assert [s["prompt"] for s in samples] == ["q1", "q3"]
     assert samples[0] == {"prompt": "q1", "wanted": "2", "before": "x", "after": "2"}
     assert len(four.samples(["x"] * 4, list("1234"))) == 3
-    assert [s["after"] for s in four.samples(list("1234"), list("1234"))] == ["1"]
-
-
-def test_thoughts_and_white_space_are_no_part_of_an_answer(shared_tiny, monkeypatch):
-    tokens = shared_tiny.tokenizer.encode("<think>\nso\n</think>\n\n7 \n")
-    monkeypatch.setattr(answers, "stream_batch", lambda *_: ((0, token, False) for token in tokens))
-    assert exam(shared_tiny, "exact", "7").answers() == ["7"]
 
 
 @pytest.mark.parametrize(
@@ -136,44 +124,22 @@ def test_thoughts_end_at_their_mark(shared_tiny, monkeypatch, prompt, text, answ
         assert answer_of(shared_tiny, tokens, text.format(**marks)) == answer.format(**marks)
 
 
-THOUGHT = "It is a colour, and I am asked to say its name."
-WRITTEN = [
-    {"content": "red", "reasoning_content": THOUGHT},
-    {"content": f"<think>{THOUGHT}</think>\n\nred"},
-]
-
-
-@pytest.mark.parametrize("answer", WRITTEN, ids=["key", "content"])
-def test_expected_answers_are_without_thoughts_whose_tokens_count(
-    shared_tiny, tmp_path, monkeypatch, answer
+def test_expected_answers_are_without_thoughts_and_leave_room_for_them_and_more(
+    shared_tiny, tmp_path, monkeypatch
 ):
-    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]}
-    questions = asked(shared_tiny, [row], folder=tmp_path)
-    assert [q.wanted for q in questions] == ["red"]
-
-    limits = []
-    monkeypatch.setattr(answers, "stream_batch", lambda *a: limits.append(a[2]) or iter(()))
-    Exam(shared_tiny, "exact", questions, 1000).answers()
-    assert limits[0] >= len(shared_tiny.tokenizer.encode(f"<think>{THOUGHT}</think>\n\nred")) + 8
-
-
-def test_answers_go_on_past_the_longest_wanted_one(shared_tiny, monkeypatch):
     """Else a text that merely begins as it should would count."""
+    thought = "It is a colour, and I am asked to say its name."
+    whole = f"<think>{thought}</think>\n\nred"
     limits = []
     monkeypatch.setattr(answers, "stream_batch", lambda *a: limits.append(a[2]) or iter(()))
-    for metric in ("contains", "exact"):
-        exam(shared_tiny, metric, "ab").answers()
-    assert limits[0] > limits[1] > len(shared_tiny.tokenizer.encode("ab"))
-
-
-def test_answers_are_counted_as_they_end(shared_tiny, monkeypatch):
-    """By an end token, or as long as they may become."""
-    three = exam(shared_tiny, "exact", *"123")
-    stream = [(0, 7, False), (1, 7, False), (0, 2, True), *[(1, 8, False)] * (three._limit - 1)]
-    monkeypatch.setattr(answers, "stream_batch", lambda *_: iter([*stream, (2, 2, True)]))
-    ended = []
-    three.answers(lambda: ended.append(1))
-    assert len(ended) == 3
+    for answer in ({"content": "red", "reasoning_content": thought}, {"content": whole}):
+        row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]}
+        questions = asked(shared_tiny, [row], tmp_path)
+        assert [q.wanted for q in questions] == ["red"]
+        for metric in ("contains", "exact"):
+            Exam(shared_tiny, metric, questions, 1000).answers()
+        longer, limit = limits[-2:]
+        assert longer > limit >= len(shared_tiny.tokenizer.encode(whole)) + 8
 
 
 @pytest.fixture(scope="module")

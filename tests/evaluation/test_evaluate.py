@@ -32,12 +32,11 @@ def held_out_data(tmp_path_factory) -> dict:
 @pytest.mark.parametrize(("architecture", "count"), [("decoder", 5), ("encoder", 22)])
 def test_limit_counts_examples(architecture, count, small_base, loaded_encoder, held_out_data):
     base = {"decoder": small_base, "encoder": loaded_encoder}[architecture]
-    for limit, rows in ((3, 3), (-1, count), (100, count)):
+    for limit, rows in ((3, 3), (-1, count)):
         report = evaluate(base, None, held_out_data[architecture], limit=limit, batch_size=2)
         assert report.rows == rows
-    for limit in (0, -2):
-        with raises("invalid", "limit", str(limit)):
-            evaluate(base, None, held_out_data[architecture], limit=limit)
+    with raises("invalid", "limit", "0"):
+        evaluate(base, None, held_out_data[architecture], limit=0)
 
 
 def test_the_base_is_loaded_or_named(held_out_data, shared_tiny):

@@ -64,9 +64,12 @@ def data(tmp_path_factory):
     }
 
 
-def hash_of_pack(base, data, train, out, **options) -> str:
-    run = train_pack(str(base), data, LORA, train, out, progress=False, **options)
-    return sha256(run.pack.path / "adapters.safetensors")
+def run_of(base, data, train, out, lora=LORA, **options):
+    return train_pack(str(base), data, lora, train, out, progress=False, **options)
+
+
+def hash_of_pack(*args, **options) -> str:
+    return sha256(run_of(*args, **options).pack.path / "adapters.safetensors")
 
 
 def check_same_packs(base, data, train, out, **options) -> None:
@@ -119,16 +122,12 @@ def test_packs_on_other_formats_are_the_same_to_the_byte(kind, data, tmp_path):
 ACCUMULATED = replace(RUN, grad_accumulation_steps=4, iters=4, offload_base="on")
 
 
-def report_of(base, data, train, out) -> dict:
-    return train_pack(str(base), data, LORA, train, out, progress=False).report
-
-
 @pytest.mark.slow
 def test_an_update_reads_blocks_once_where_the_plan_has_room(base, data, tmp_path, monkeypatch):
-    shared = report_of(base, data["chats"], ACCUMULATED, tmp_path / "shared")
+    shared = run_of(base, data["chats"], ACCUMULATED, tmp_path / "shared").report
     limit = int(1e9 * shared["plan_peak_gb"] * (1 + ERROR)) - 1000
     monkeypatch.setattr(runtime, "total_memory", lambda: limit)
-    reads = report_of(base, data["chats"], ACCUMULATED, tmp_path / "reads")
+    reads = run_of(base, data["chats"], ACCUMULATED, tmp_path / "reads").report
 
     more = 1e9 * (reads["offload"]["read_gb"] - shared["offload"]["read_gb"])
     blocks = load_base(base, offload=True).blocks_on_disk
@@ -184,10 +183,7 @@ def test_a_run_reads_no_more_than_its_plan_has_room_for(base, data, tmp_path, sa
     outside = mx.set_memory_limit(1 << 40)
     mx.set_memory_limit(outside)
     train = replace(RUN, iters=1, offload_base="on", steps_per_report=1)
-    rows = data["chats"]
-    run = train_pack(
-        str(base), rows, LORA, train, tmp_path / "o", progress=False, callbacks=[Stops(note)]
-    )
+    run = run_of(base, data["chats"], train, tmp_path / "o", callbacks=[Stops(note)])
 
     assert run.report["sample"]["after"] is None  # each token would read the base
     assert limits == [int(1e9 * run.report["plan_peak_gb"] * (1 + ERROR))]
@@ -237,14 +233,14 @@ def test_modules_in_full_inside_blocks_and_the_dense_path_are_rejected(
 ):
     train = replace(RUN, offload_base="on", **changes)
     with raises("conflict", flag):
-        train_pack(str(base), data["chats"], lora, train, tmp_path / "o", progress=False)
+        run_of(base, data["chats"], train, tmp_path / "o", lora)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_without_room_for_two_blocks_says_what_would_do(base, data, tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "total_memory", lambda: 10_000)
     with raises("memory") as caught:
-        train_pack(str(base), data["chats"], LORA, replace(RUN, offload_base="on"), tmp_path / "o")
+        run_of(base, data["chats"], replace(RUN, offload_base="on"), tmp_path / "o")
     assert re.search(r"would take at least [\d.]+ MB", caught.value.message)
     assert "--offload-base on" not in caught.value.message
     assert list(tmp_path.iterdir()) == []
@@ -258,11 +254,10 @@ def test_auto_keeps_as_many_blocks_in_memory_as_fit(data, tmp_path, monkeypatch)
     monkeypatch.setattr(runtime, "total_memory", lambda: room)
 
     train = replace(RUN, batch_size=1, iters=1)
-    run = train_pack(str(base), data["chats"], LORA, train, tmp_path / "o", progress=False)
+    run = run_of(base, data["chats"], train, tmp_path / "o")
     assert 0 < run.report["offload"]["blocks_on_disk"] < 24
     with raises("memory"):
-        train = replace(train, offload_base="off")
-        train_pack(str(base), data["chats"], LORA, train, tmp_path / "p", progress=False)
+        run_of(base, data["chats"], replace(train, offload_base="off"), tmp_path / "p")
 
 
 def plan_of(base, how: str) -> int:

@@ -8,11 +8,10 @@ from mlx_packs import Pack, weighted_sum
 from mlx_packs.adapters.lora import delta_of
 from mlx_packs.packs.base import Base
 from mlx_packs.packs.making import attach_pack
-from mlx_packs.packs.weighted_sum import open_weighted
 from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.models import SMALL_FAMILIES, base_of, model_of
-from tests.helpers.packs import merged_weights, random_pack
+from tests.helpers.packs import random_pack
 
 PROBE = [[1, 2, 3, 4, 5, 6, 7, 8]]
 
@@ -56,13 +55,24 @@ def packs(base) -> dict[str, Pack]:
     }
 
 
-def test_applied_contexts_nest_and_restore_logits(base, packs):
-    plain = probe_logits(base)
+def objects_of(base) -> list:
+    arrays = tree_flatten(base.model.parameters())
+    return [(name, id(each)) for name, each in (*arrays, *base.model.named_modules())]
+
+
+def test_packs_applied_and_swapped_are_as_freshly_attached_and_touch_no_weight(base, packs):
+    plain, before = probe_logits(base), objects_of(base)
     alone = {}
     for name, pack in packs.items():
-        with base.applied(pack):
-            alone[name] = probe_logits(base)
+        attached = attach_pack(base, pack)
+        alone[name] = probe_logits(base)
+        attached.detach()
         assert not same(alone[name], plain)
+
+    for name in "abcacb":
+        base.attach(packs[name])
+        assert same(probe_logits(base), alone[name])
+        base.detach()
 
     with base.applied(packs["a"]):
         for inner in "bc":
@@ -76,22 +86,7 @@ def test_applied_contexts_nest_and_restore_logits(base, packs):
     with pytest.raises(ZeroDivisionError), base.applied(packs["a"]), base.applied(packs["c"]):
         raise ZeroDivisionError
     assert same(probe_logits(base), plain) and base.active is None
-
-
-def test_attaching_by_turns_equals_a_fresh_attach_and_touches_no_weight(base, packs):
-    def objects() -> list:
-        arrays = tree_flatten(base.model.parameters())
-        return [(name, id(each)) for name, each in (*arrays, *base.model.named_modules())]
-
-    before = objects()
-    for name in "abcacb":
-        base.attach(packs[name])
-        swapped = probe_logits(base)
-        base.detach()
-        attached = attach_pack(base, packs[name])
-        assert same(swapped, probe_logits(base))
-        attached.detach()
-    assert objects() == before
+    assert objects_of(base) == before
 
 
 @pytest.mark.parametrize("path", ["quantized", "dense"])
@@ -150,15 +145,9 @@ def test_memory_is_flat_over_a_thousand_swaps(base, packs):
     assert swap(1000) == swap(20)
 
 
-def deltas(base, pack: Pack) -> dict[str, mx.array]:
-    """What a pack adds to each weight."""
-    attached = attach_pack(base, pack)
-    merged = merged_weights(attached)
-    zero = {n: mx.zeros_like(t) for n, t in attached.tensors().items()}
-    attached.load(zero, "zero")
-    plain = merged_weights(attached)
-    attached.detach()
-    return {path: merged[path] - plain[path] for path in merged}
+def deltas(pack: Pack) -> dict[str, mx.array]:
+    tensors = pack.load_tensors()
+    return {path: delta_of(spec, tensors) for path, spec in pack.specs.items()}
 
 
 FAMILIES = {  # the targets of two packs
@@ -173,8 +162,8 @@ def test_weighted_sum_is_the_sum_of_the_deltas(family):
     base = base_of(family, **SMALL_FAMILIES[family])
     first, second = FAMILIES[family]
     a, b = random_pack(base, 0, 2, first, alpha=3.0), random_pack(base, 1, 4, second)
-    result = deltas(base, weighted_sum([(a, 0.7), (b, -0.3)]))
-    parts = deltas(base, a), deltas(base, b)
+    result = deltas(weighted_sum([(a, 0.7), (b, -0.3)]))
+    parts = deltas(a), deltas(b)
     assert set(result) == set(parts[0]) | set(parts[1])
     for path, delta in result.items():
         wanted = sum(w * p[path] for w, p in zip((0.7, -0.3), parts, strict=True) if path in p)
@@ -192,11 +181,11 @@ def test_weighted_sum_of_a_fused_projection_keeps_its_slices_where_both_have_the
         width = sum(part["width"] for part in module["slices"])
         module["slices"] = [{"name": "c_attn", "width": width, "rank": 12, "alpha": 12.0}]
     total = weighted_sum([(sliced, 0.7), (whole, -0.3)])
-    for path, spec in total.specs.items():
-        assert [s.rank for s in spec.slices] == [6 + 12]
-        parts = [delta_of(p.specs[path], p.load_tensors()) for p in (sliced, whole)]
-        wanted = 0.7 * parts[0] - 0.3 * parts[1]
-        assert mx.allclose(delta_of(spec, total.load_tensors()), wanted, atol=1e-6).item()
+    assert all([s.rank for s in spec.slices] == [6 + 12] for spec in total.specs.values())
+    parts = deltas(sliced), deltas(whole)
+    for path, delta in deltas(total).items():
+        wanted = 0.7 * parts[0][path] - 0.3 * parts[1][path]
+        assert mx.allclose(delta, wanted, atol=1e-6).item()
     with base.applied(total):
         probe_logits(base)
 
@@ -243,13 +232,3 @@ def test_weighted_sum_refuses_what_cannot_be_added(base, packs, tmp_path):
         weighted_sum([])
     with raises("unsupported", None, "model.norm.weight"):
         weighted_sum([(a, 0.5), (with_full_norm(base, a), 0.5)])
-
-
-def test_open_weighted_reads_folder_and_weight(packs, tmp_path):
-    folder = packs["a"].save(tmp_path / "a=1").path
-    pack, weight = open_weighted(f"{folder}=-0.25")
-    assert (pack.path, weight) == (folder, -0.25)
-    assert open_weighted(str(folder))[1] == 1
-    for bad in ("x", "", "nan", "0"):
-        with raises("invalid", "pack", str(folder)):
-            open_weighted(f"{folder}={bad}")

@@ -8,9 +8,8 @@ import mlx_packs as mp
 from mlx_packs import Pack
 from mlx_packs.packs.diff import lines
 from mlx_packs.runtime import mx
-from tests.helpers.damage import flip_bit
-from tests.helpers.errors import check, raises
-from tests.helpers.packs import BASE, write_pack
+from tests.helpers.errors import raises
+from tests.helpers.packs import BASE
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.10.mlp.down_proj"
 
@@ -164,18 +163,8 @@ def test_shared_facts_say_what_differs(tmp_path, run):
     assert shared["data"]["same"] and shared["versions"]["same"] and shared["base"]["same"]
     assert shared["recipe"] == {"same": False, "a": {"iters": 5}, "b": {"iters": 9}}
     out = run("diff", tmp_path / "a", tmp_path / "b")[1]
-    assert "recipe    iters 5 | 9" in out and "data      same" in out
+    assert "recipe    iters 5 | 9" in out and "data      same" in out and "\nlayers.0 " in out
     assert json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json")[1])["shared"] == shared
-
-
-def test_the_table_fits_50_columns(tmp_path):
-    a, b = write_pack(tmp_path / "a", rank=2), write_pack(tmp_path / "b", rank=4)
-    report = mp.diff(a, b)
-    shown = lines(report)
-    (header,) = [i for i, line in enumerate(shown) if line.startswith("layer ")]
-    assert max(map(len, shown[header : header + 4])) <= 50
-    assert shown[header + 1].startswith("layers.0 ") and shown[header + 3].startswith("all ")
-    assert "adapters  same" in lines(mp.diff(a, a))[-1]
 
 
 def test_what_is_no_plain_delta_is_in_no_figure(tmp_path):
@@ -196,25 +185,3 @@ def test_what_is_no_plain_delta_is_in_no_figure(tmp_path):
         "model.norm.weight": "is stored in full",
     }
     assert "unlike  2 in all, which are in no figure above" in lines(report)
-
-    more = of_q(tmp_path / "c", factors(Q, 24, 3, 40, 1) | {f"{Q}.m": np.ones(40, np.float32)})
-    report = mp.diff(a, more)
-    assert report["not_comparable"] == {f"{Q}.m": "is not a factor of a LoRA"}
-    assert f"unlike  {Q}.m: is not a factor of a LoRA" in "\n".join(lines(report))
-
-
-def test_a_sum_is_compared_too(tmp_path):
-    a = lone(tmp_path / "a", 3, 1)
-    half, other = (mp.weighted_sum([(a, weight)]) for weight in (0.5, 2.0))
-    report = mp.diff(half, a)
-    assert report["a"]["pack"] == "0.5 a" and close(report["total"]["relative"], 1.0)
-    assert not mp.diff(half, other)["shared"]["adapters"]["same"]
-    assert mp.diff(half, half)["shared"]["adapters"]["same"]
-
-
-def test_diff_refuses_a_damaged_pack_in_one_line(tmp_path, rejected):
-    file = write_pack(tmp_path / "a").path / "adapters.safetensors"
-    flip_bit(file, 8 * file.stat().st_size - 1)
-    error = rejected("diff", tmp_path / "a", tmp_path / "a")
-    check(error, "unreadable", None, "adapters.safetensors")
-    check(rejected("diff", tmp_path / "a", tmp_path / "none"), "not-found")

@@ -106,14 +106,6 @@ def test_commands_quantize_the_base_as_the_pack_was_trained(quantized_folder, he
         assert code == 0 and json.loads(out)["fits"], err
 
 
-@pytest.mark.parametrize(("content", "dry"), [("{", ["--dry-run"]), ("[]", [])])
-def test_apply_names_a_bad_config_of_the_base(full_pack, here, rejected, content, dry):
-    base = write_stored(here / "base")
-    (base / "config.json").write_text(content)
-    args = ("apply", full_pack, "--model", "base")
-    check(rejected(*args, *dry), "unreadable", None, "base/config.json: ")
-
-
 @pytest.mark.parametrize(
     ("bits", "finer"), [(None, ()), (3, ()), (4, ("model.layers.1.mlp.down_proj",))]
 )
@@ -162,21 +154,15 @@ def _set(path: str, value=None, drop: bool = False):
 SLICE = "adapters.modules.0.slices.0"
 DAMAGED = [
     *[(_set(path, drop=True), path) for path in ("base.id", "adapters.groups", "files")],
-    (_set("base.quantization", "x"), "base.quantization"),
     (_set("base.quantization", {"bits": "4", "group_size": 64}), "base.quantization.bits"),
-    (_set("base.num_layers", True), "base.num_layers"),
     (_set("recipe.max_seq_length", "x"), "recipe.max_seq_length"),
     (_set("objective", {"json_layout": {"keys": [1]}}), "objective.json_layout.keys"),
-    (_set("data.rows.train", "many"), "data.rows.train"),
     (_set("eval.ppl_after", "low"), "eval.ppl_after"),
-    (_set("adapters.modules", []), "adapters.modules"),
-    (_set("adapters.modules.0", 5), "adapters.modules[0]"),
     (_set("adapters.modules.0.slices", []), "adapters.modules[0].slices"),
     (_set(f"{SLICE}.rank", -1), "adapters.modules[0].slices[0].rank"),
     (_set(f"{SLICE}.alpha", float("nan")), "adapters.modules[0].slices[0].alpha"),
     (_set("files", {"adapters.safetensors": {"bytes": 1}}), "files.adapters.safetensors.sha256"),
     (_set("sum_of", [1]), "sum_of[0]"),
-    (_set("base.quantization", {"bits": 4, "group_size": 64, "keep": 5}), "base.quantization.keep"),
     (_set("adapters.replaced", [{"name": "model", "shape": []}]), "adapters.replaced[0].name"),
 ]
 
@@ -197,11 +183,11 @@ def test_save_refuses_what_could_not_be_opened(full_pack, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("more", "double"), [({}, False), ({"double_quant": True}, True)])
-def test_double_quantization_is_as_in_the_manifest_or_single(pack, more, double):
-    nf4 = {"mode": "nf4", "bits": 4, "group_size": 64, "keep": None, **more}
-    edit_manifest(pack, _set("base.quantization", nf4))
-    assert quantize_options(Pack.open(pack)) == {"double_quant": double, "keep": ()}
+def test_double_quantization_is_as_in_the_manifest_or_single(pack):
+    for more, double in (({}, False), ({"double_quant": True}, True)):
+        nf4 = {"mode": "nf4", "bits": 4, "group_size": 64, "keep": None, **more}
+        edit_manifest(pack, _set("base.quantization", nf4))
+        assert quantize_options(Pack.open(pack)) == {"double_quant": double, "keep": ()}
 
 
 def test_attach_names_a_full_tensor_that_the_base_lacks(pack, shared_tiny):
@@ -216,9 +202,7 @@ def test_attach_names_a_full_tensor_that_the_base_lacks(pack, shared_tiny):
     [
         ({"dtype": "XX"}, "unreadable", "XX"),
         ({"dtype": "I32"}, "unsupported", "I32"),
-        ({"dtype": "F64"}, "unreadable", "offset for tensor"),
         ({"shape": [100_000, 100_000]}, "unreadable", "offset for tensor"),
-        ({"data_offsets": [-4, 4]}, "unreadable", "-4"),
     ],
 )
 def test_a_header_that_lies_is_one_clear_line(pack, rejected, change, code, name):
@@ -252,19 +236,9 @@ def test_tensors_that_are_not_the_manifests_are_rejected(pack, here, rejected, c
     assert not (here / "o").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "code", "names"),
-    [
-        ("[]", "unreadable", []),
-        ("[" * 100_000, "unreadable", []),
-        ('{"format_version": 0}', "unreadable", []),
-        ('{"format_version": 2}', "unsupported", ["format 2", "(1)"]),
-    ],
-    ids=["list", "deep", "older", "newer"],
-)
-def test_open_refuses_json_that_is_no_manifest_of_its_format(pack, rejected, content, code, names):
-    (pack / "pack.json").write_text(content)
-    check(rejected("inspect", "p"), code, None, "p/pack.json: ", *names)
+def test_a_pack_of_a_newer_format_says_so(pack, rejected):
+    (pack / "pack.json").write_text('{"format_version": 2}')
+    check(rejected("inspect", "p"), "unsupported", None, "p/pack.json: ", "format 2", "(1)")
 
 
 @pytest.mark.parametrize("empty", [None, {}])
@@ -284,22 +258,17 @@ def test_model_card_prints_a_command_that_can_load_the_base(full_pack):
     manifest = Pack.open(full_pack).manifest
     named = {**manifest, "base": {**manifest["base"], "id": "owner/name"}}
     with_images = {**named, "data": {**manifest["data"], "images": 7}}
-    commands = [
-        (manifest, "packs generate --pack . --prompt ...\n"),
-        (named, "mlx_lm.generate --model owner/name --adapter-path . --prompt ...\n"),
-        (
-            {**named, "recipe": {"quantize": "affine4"}},
-            "packs generate --model owner/name --pack . --prompt ...\n",
-        ),
-        (with_images, "packs generate --model owner/name --pack . --image FILE --prompt ...\n"),
-    ]
-    for name in ("model.Q4_1.gguf", "ollama:qwen3:4b"):  # mlx-lm reads neither
-        of_gguf = {**manifest, "base": {**manifest["base"], "id": name}}
-        commands.append((of_gguf, f"packs generate --model {name} --pack . --prompt"))
-    for facts, command in commands:
+    of_gguf = {**manifest, "base": {**manifest["base"], "id": "model.Q4_1.gguf"}}
+    quantized = {**named, "recipe": {"quantize": "affine4"}}
+    for facts, command in (
+        (manifest, "packs generate --pack ."),
+        (named, "mlx_lm.generate --model owner/name --adapter-path ."),
+        (quantized, "packs generate --model owner/name --pack ."),
+        (with_images, "packs generate --model owner/name --pack . --image FILE"),
+        (of_gguf, "packs generate --model model.Q4_1.gguf --pack ."),  # mlx-lm does not read it
+    ):
         card = model_card(facts, "p")
-        assert f"\n{command}" in card
-        assert ("--image" in card) == (facts is with_images)
+        assert f"\n{command} --prompt ...\n" in card
         assert ("\npipeline_tag: image-text-to-text\n" in card) == (facts is with_images)
     assert "\n- eval: held-out PPL 10.00 ± 0.50 → 5.00 ± 0.25 on " in model_card(manifest, "p")
 

@@ -1,4 +1,4 @@
-"""The page of a run or a pack: self-contained, escaped, small, and drawn on honest axes."""
+"""The page of a run, a pack or several seeds: self-contained, escaped, small, on honest axes."""
 
 import json
 from html.parser import HTMLParser
@@ -9,19 +9,19 @@ from mlx_packs.config.choices import NUMBERS, Number
 from mlx_packs.config.recipe import Recipe
 from mlx_packs.packs.facts import manifest_facts
 from mlx_packs.packs.pack import Pack
+from mlx_packs.report import seeds
 from mlx_packs.report.facts import (
     MetricChange,
     Page,
     SampleTexts,
     curve_of,
     name_alone,
-    points,
     recipe_sections,
     samples_of,
-    short_curve,
     thinned,
 )
 from mlx_packs.report.page import chart, render, render_fragment, ticks
+from mlx_packs.report.seeds import SeedFacts, SeedsFacts, rows_of
 from mlx_packs.terminal import printable_text
 from tests.helpers.packs import BASE, EVAL, write_pack
 
@@ -69,23 +69,35 @@ def hostile_facts() -> Page:
     )
 
 
-@pytest.mark.parametrize("draw", [render, render_fragment])
-def test_no_text_becomes_markup_or_steers(draw):
-    page = draw(hostile_facts())
+def hostile_seeds() -> SeedsFacts:
+    sections = [(HOSTILE, [(HOSTILE, HOSTILE, True)])]
+    number = Number(HOSTILE, HOSTILE)
+    of_each = [
+        SeedFacts(*[HOSTILE] * 3, curve_of(LINES), {HOSTILE: v}, [MetricChange(number, 1.0, v)])
+        for v in (1.0, 2.0)
+    ]
+    return SeedsFacts(HOSTILE, of_each, HOSTILE, HOSTILE, recipe=sections)
+
+
+@pytest.mark.parametrize(
+    ("draw", "facts"),
+    [(render, hostile_facts), (render_fragment, hostile_facts), (seeds.render, hostile_seeds)],
+)
+def test_no_text_becomes_markup_or_steers_and_nothing_is_loaded(draw, facts):
+    page = draw(facts())
     shown = Elements(page)
-    assert not {"script", "img", "iframe", "object"} & shown.names
-    assert not [name for name, _ in shown.attributes if name.startswith("on")]
+    assert not {"script", "img", "iframe", "object", "link", "base", "video"} & shown.names
+    names = {name for name, _ in shown.attributes}
+    assert not names & {"src", "srcset"} and not [name for name in names if name.startswith("on")]
     assert printable_text(page) == page and "<script>" in shown.words
-
-
-def test_a_page_loads_nothing_and_may_not():
-    page = render(hostile_facts())
-    shown = Elements(page)
-    assert not {"link", "base", "video", "embed"} & shown.names
-    assert not [value for name, value in shown.attributes if name in ("src", "href", "srcset")]
     assert "url(" not in page and "@import" not in page
+
+
+def test_a_page_may_load_nothing():
+    shown = Elements(render(hostile_facts()))
     policies = [value for name, value in shown.attributes if name == "content"]
     assert "default-src 'none'; style-src 'unsafe-inline'" in policies
+    assert "href" not in [name for name, _ in shown.attributes]
 
 
 def test_a_page_of_a_long_run_stays_below_a_megabyte():
@@ -143,14 +155,6 @@ def test_a_thinned_curve_keeps_its_mean_and_its_end():
     thin = thinned(series, 500)
     assert len(thin) <= 500 and thin[-1] == series[-1]
     assert sum(y for _, y in thin) / len(thin) == pytest.approx(3, abs=0.1)
-    assert thinned(series[:500], 500) == series[:500]
-
-
-def test_what_is_no_number_is_no_point():
-    pairs = [[1, 2.0], [3, float("nan")], [2, "x"], "ab", [1], [4, True], [5, 10**400], [0, 1]]
-    assert points(pairs) == [(0.0, 1.0), (1.0, 2.0)]
-    assert points({"a": 1}) == [] and points(None) == []
-    assert short_curve([*LINES, {"batch": 5}])["loss"][0] == [10, 3.8]
 
 
 def test_a_path_is_shown_by_its_last_part():
@@ -202,17 +206,32 @@ def test_a_manifest_alone_gives_a_page(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("values", "mean", "first"),
     [
-        {"measured": {"curve": [[1]], "train_s": "x", "peak_gb": {}, "tokens_per_s": None}},
-        {"measured": {"curve": {"loss": {"a": 1}}}, "data": {"fingerprint": [1]}},
-        {"eval": {"a_before": 1, "a_after": "x", "_before": 0, "_after": 0}, "end": [1]},
-        {"recipe": {"rank": {"a": []}, "data": {"x": 1}, "phases": [[1]], "iters": [1e400]}},
-        {"versions": {"mlx": [1], "device": {}}, "objective": {"task": "nope"}, "license": "x"},
-        {"samples": [{"prompt": "p"}]},
-        {"recipe": {"task": [0, 1], "phases": [{"task": {}}], "rank": 8}},
+        ([1200.0, 1300.0], "1,250 ± 50", "1,200"),
+        ([1e-8, 3e-8], "2e-08 ± 1e-08", "1e-08"),
+        ([-1.0, 1.0], "0 ± 1", "-1"),
+        ([26.90993, 26.90993], "26.91", "26.91"),
     ],
 )
-def test_a_manifest_with_odd_values_gives_a_page(facts, tmp_path):
-    pack = write_pack(tmp_path / "p", **facts)
-    assert "</html>" in render(manifest_facts(pack.manifest, "p"))
+def test_a_mean_of_seeds_has_its_error_and_all_have_its_number(values, mean, first):
+    (row,) = rows_of([{"x": values[0], "a": 2.0}, {"x": values[1], "b": 3.0}])
+    assert (row.name, row.mean, row.values[0]) == ("x", mean, first)
+
+
+def test_a_page_of_seeds_has_the_mean_of_those_with_a_result_and_of_their_curves():
+    def seed(name: str, loss: float) -> SeedFacts:
+        changes = [MetricChange(NUMBERS["ppl"], 8.0, loss)]
+        link = f"{name}-run/report.html"
+        return SeedFacts(name, "done", link, curve_of(LINES), {"loss": loss}, changes)
+
+    done = [seed(f"seed-{i}", loss) for i, loss in enumerate((1.0, 2.0, 6.0))]
+    unfinished = SeedFacts("seed-3", "Not finished", "", {"loss": [(10.0, 9.0)]})
+    shown = Elements(seeds.render(SeedsFacts("three", [*done, unfinished])))
+    assert "Perplexity (lower is better)" in shown.words and shown.words.count("3 ± 1.5") == 2
+    assert "Not finished" in shown.words
+    assert [v for k, v in shown.attributes if k == "href"] == [each.link for each in done]
+    assert "±" not in Elements(seeds.render(SeedsFacts("one", [done[0], unfinished]))).words
+
+    curves = [[(1.0, 1.0), (2.0, 3.0)], [(1.0, 3.0), (2.0, 3.0), (3.0, 9.0)]]
+    assert seeds._mean(curves) == [(1.0, 2.0), (2.0, 3.0)]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlx_packs.sandbox import process
-from mlx_packs.sandbox.process import Fault, LimitExceeded, Sandbox, deadline, usage_of
+from mlx_packs.sandbox.process import LimitExceeded, Sandbox, deadline, usage_of
 from tests.helpers.errors import raises
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -111,9 +111,3 @@ def test_usage_by_ps_is_read_as_macos_writes_it():
     assert (seconds, resident) == (62.5, 2048 << 10)
     assert process._usage_by_ps(1, lambda *_, **__: "\n") is None
     assert usage_of(os.getpid())[1] > 1 << 20
-
-
-def test_an_unknown_function_is_a_fault(sandbox):
-    with pytest.raises(Fault) as caught:
-        sandbox.call("nothing")
-    assert caught.value.kind == "AttributeError"
