@@ -1,7 +1,6 @@
 """Attaching changes nothing, detaching restores everything, and what is impossible is named."""
 
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -59,19 +58,6 @@ def test_rank_and_alpha_patterns_select_by_path_and_regex():
     assert slices["model.layers.0.self_attn.v_proj"].rank == 8
     assert slices["model.layers.1.self_attn.o_proj"].scale == 4.0
     assert attached.tensors()["model.layers.0.self_attn.v_proj.lora_a"].shape == (64, 8)
-
-
-def test_fused_projection_has_a_rank_for_each_slice():
-    base = base_of("gpt2")
-    lora = LoRAConfig(rank=4, target_modules=("c_attn",), rank_pattern={r"c_attn\.k": 1})
-    attached = attach(base, lora)
-    spec = attached.specs["model.h.0.attn.c_attn"]
-    shapes = [(s.name, s.width, s.rank) for s in spec.slices]
-    assert shapes == [("q", 64, 4), ("k", 64, 1), ("v", 64, 4)]
-    fill_b(attached)
-    b = np.array(attached.tensors()["model.h.0.attn.c_attn.lora_b"])
-    assert b.shape == (9, 192)
-    assert not b[:4, 64:].any() and not b[4:5, :64].any() and not b[5:, :128].any()
 
 
 @pytest.mark.parametrize(

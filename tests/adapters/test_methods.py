@@ -1,13 +1,15 @@
-"""Methods other than plain LoRA: what they begin with, what they train, and the packs they make."""
+"""What holds for every method, and what others than plain LoRA begin with, train and write."""
 
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base, merge_pack, train_pack
 from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.lora import delta_of
-from mlx_packs.adapters.trainable import find_method
+from mlx_packs.adapters.trainable import find_method, trainable_modules
+from mlx_packs.config import choices
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.packs.making import pack_of
@@ -23,9 +25,71 @@ TOKENS = mx.array([[5, 9, 3, 77, 12, 40], [1, 2, 3, 4, 5, 6]])
 OTHERS = ("dora", "pissa", "olora")  # that go with any base
 
 
-def attached(method: str, base, **lora):
+def attached(method: str, base, path: str = "quantized", **lora):
     lora = LoRAConfig(rank=4, **lora)
-    return find_method(method).attach(base, lora, TrainConfig(method=method), "quantized")
+    return find_method(method).attach(base, lora, TrainConfig(method=method), path)
+
+
+@pytest.fixture(params=choices.METHODS)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def base(name, tmp_path):
+    if name == "loftq":
+        return load_base(write_dense(tmp_path / "dense"), "affine4")
+    return base_of("llama")
+
+
+def change_values(trainable) -> dict[str, mx.array]:
+    """Set all trainable parameters to other values; return them."""
+    values = {n: t + 0.1 * mx.random.normal(t.shape) for n, t in trainable.tensors().items()}
+    trainable.load(values, "test")
+    return values
+
+
+def test_disabled_computes_the_base_and_then_what_was_trained(name, base):
+    before = base.model(TOKENS)
+    trainable = attached(name, base, "dense")
+    values = change_values(trainable)
+    trained = base.model(TOKENS)
+    with pytest.raises(KeyboardInterrupt), trainable.disabled():
+        assert mx.allclose(base.model(TOKENS), before, atol=1e-5).item()
+        raise KeyboardInterrupt
+    assert not mx.allclose(trained, before, atol=1e-3).item()
+    assert mx.array_equal(base.model(TOKENS), trained).item()
+    tensors = trainable.tensors()
+    assert set(tensors) == set(values)
+    assert all(mx.array_equal(tensors[n], values[n]).item() for n in values)
+
+
+def test_what_is_trained_is_what_is_planned(name, base):
+    assert trainable_modules(base.model) == []
+    find_method(name).check(base, "dense")
+    trainable = attached(name, base, "dense")
+    parameters = [w for _, w in tree_flatten(base.model.trainable_parameters())]
+    modules = trainable_modules(base.model)
+    own = [w for m in modules for _, w in tree_flatten(m.trainable_parameters())]
+    assert sum(w.size for w in own) == trainable.parameter_count()
+
+    trainable.detach()
+    planned = attach(base, LoRAConfig(rank=4), matmul_path="dense").specs
+    expected = [] if choices.METHODS[name].trains_base else [tuple(w.shape) for w in parameters]
+    assert sorted(find_method(name).adapter_shapes(planned)) == sorted(expected)
+
+
+def test_a_base_is_the_same_after_detaching(name, base):
+    before = base.model(TOKENS)
+    objects = {path: id(m) for path, m in base.model.named_modules()}
+    trainable = attached(name, base, "dense")
+    trainable.recompute("block")
+    change_values(trainable)
+    trainable.detach()
+    trainable.detach()
+    assert {path: id(m) for path, m in base.model.named_modules()} == objects
+    assert mx.array_equal(base.model(TOKENS), before).item()
+    assert not tree_flatten(base.model.trainable_parameters())
 
 
 @pytest.mark.parametrize("method", OTHERS)
@@ -108,6 +172,10 @@ def test_rows_of_zeros_have_finite_gradients_and_are_applied_and_merged(tmp_path
     assert mx.allclose(merged, trained, atol=1e-4).item()
 
 
+TRAIN = {"iters": 2, "batch_size": 2, "max_seq_length": 64, "val_batches": 0}
+TRAIN |= {"learning_rate": 1e-2, "lr_schedule": "constant", "matmul_path": "dense"}
+
+
 def test_encoders_are_trained_applied_and_merged(encoder, tmp_path):
     words = "one two three four five six seven eight".split()
     pairs = [{"anchor": f"Say {word}.", "positive": f"{word}, I say."} for word in words]
@@ -123,26 +191,6 @@ def test_encoders_are_trained_applied_and_merged(encoder, tmp_path):
     assert np.abs(load_base(tmp_path / "merged").encode(words) - wanted).max() < 1e-4
 
 
-def test_rslora_scales_by_the_root_of_the_rank():
-    base = base_of("llama")
-    lora = LoRAConfig(rank=4, alpha=6.0, rslora=True, rank_pattern={"q_proj": 9})
-    specs = attach(base, lora).specs
-    scales = {path.rpartition(".")[2]: spec.slices[0].scale for path, spec in specs.items()}
-    assert scales["q_proj"] == pytest.approx(6 / 3)
-    assert scales["v_proj"] == pytest.approx(6 / 2)
-
-
-TRAIN = TrainConfig(
-    iters=2,
-    batch_size=2,
-    max_seq_length=64,
-    learning_rate=1e-2,
-    lr_schedule="constant",
-    matmul_path="dense",
-    val_batches=0,
-)
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     each = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in "one two six ten".split()]
@@ -154,14 +202,12 @@ def checkpoint(tmp_path_factory):
     return write_dense(tmp_path_factory.mktemp("base") / "dense", vocab_size=4096)
 
 
-def with_settings(**changes) -> TrainConfig:
-    return TrainConfig(**{**vars(TRAIN), **changes})
-
-
 @pytest.mark.parametrize("method", ["dora", "pissa"])
 def test_a_run_learns_and_its_pack_computes_what_was_trained(method, checkpoint, rows, tmp_path):
     lora = LoRAConfig(rank=4, num_layers=1)
-    run = train_pack(str(checkpoint), rows, lora, with_settings(method=method), tmp_path / "p")
+    run = train_pack(
+        str(checkpoint), rows, lora, TrainConfig(method=method, **TRAIN), tmp_path / "p"
+    )
     assert run.report["ppl_after"] < run.report["ppl_before"]
     assert run.pack.manifest["method"] == method
     stored = sum(tensor.size for tensor in run.pack.load_tensors().values())
@@ -186,9 +232,9 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(
 ):
     base = str(checkpoint)
     lora = LoRAConfig(rank=4, dropout=0.1)
-    whole = with_settings(method=method, **settings)
+    whole = TrainConfig(method=method, **TRAIN | settings)
     unbroken = train_pack(base, rows, lora, whole, tmp_path / "a")
-    half = with_settings(method=method, iters=1, **settings)
+    half = TrainConfig(method=method, **TRAIN | settings | {"iters": 1})
     train_pack(base, rows, lora, half, tmp_path / "b")
     resumed = train_pack(base, rows, lora, whole, tmp_path / "b", resume=True, overwrite=True)
     for name, tensor in unbroken.pack.tensors.items():

@@ -4,9 +4,7 @@ import getpass
 import json
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ from mlx_packs.bench import record, run, steps
 from mlx_packs.bench.run import BenchSettings, Conditions
 from mlx_packs.cli.main import packs
 from mlx_packs.display import QUIET, Display
-from mlx_packs.errors import Float16Overflow, PackError
+from mlx_packs.errors import Float16Overflow
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import matmul_path, step_time
 from mlx_packs.memory.plan import MatmulPathChoice
@@ -30,6 +28,7 @@ from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from mlx_packs.training import step
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.errors import raises
 
 DOCUMENT = Path(__file__).parents[2] / "benchmarks" / "README.md"
 KERNEL = {
@@ -40,14 +39,11 @@ KERNEL = {
 QUIET_MACHINE = Conditions(load=0.1)
 
 
-def clock_of(seconds: float):
-    """A clock that goes forward by ``seconds`` whenever it is read."""
-    return partial(next, count(0.0, seconds))
-
-
-def use_clock(patch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+def use_clock(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let the clock go forward by so much whenever it is read."""
+    clock = count(0.0, seconds)
     for module in (run, steps):
-        patch.setattr(module, "monotonic", clock)
+        patch.setattr(module, "monotonic", lambda: next(clock))
 
 
 def fake_race(adapters, entries, turns, tolerance):
@@ -59,7 +55,6 @@ def fake_race(adapters, entries, turns, tolerance):
 
 
 def examine(patch: pytest.MonkeyPatch, *kernels: dict) -> None:
-    """Let kernels be found as given."""
     found = iter(kernels)
     instances = [SimpleNamespace(op=k["op"], name=k["instance"]) for k in kernels]
     patch.setattr(diagnostics, "kernel_instances", lambda: instances)
@@ -75,7 +70,7 @@ def quick(patch: pytest.MonkeyPatch, cache: Path) -> None:
     patch.setattr(run, "BUSY_CPU", 1e9)
     patch.setattr(matmul_path, "LIMIT_S", 0.3)
     patch.setattr(steps, "_TURN_S", 0.0)
-    use_clock(patch, clock_of(1.0))
+    use_clock(patch, 1.0)
     chips.chip_here.cache_clear()
 
 
@@ -103,7 +98,6 @@ def quickly(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A small dense base; tests leave it as it was."""
     return load_base(write_checkpoint(tmp_path_factory.mktemp("base") / "small"))
 
 
@@ -129,15 +123,6 @@ def never_runs(monkeypatch):
         raise AssertionError("it ran")
 
     monkeypatch.setattr(run, "run_bench", forbidden)
-
-
-@pytest.fixture
-def calibrated(benched, monkeypatch):
-    """The cache that `packs bench` left."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(benched[1] / "cache"))
-    chips.chip_here.cache_clear()
-    yield
-    chips.chip_here.cache_clear()
 
 
 def keys_of(value, prefix="") -> set[str]:
@@ -188,7 +173,7 @@ def test_every_key_of_the_record_is_documented(benched):
     assert set(faulty) == set(KERNEL) <= described
 
 
-def test_the_table_fits_80_columns_and_names_the_files(benched):
+def test_the_table_fits_80_columns_and_is_in_the_pull_request(benched):
     result, folder = benched
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80, max(lines, key=len)
@@ -197,9 +182,6 @@ def test_the_table_fits_80_columns_and_names_the_files(benched):
     assert "packs plan now predicts seconds per step from 2 steps measured here" in result.stdout
     assert {f.name for f in folder.iterdir()} == {"r.json", "r.md", "cache"}
 
-
-def test_the_pull_request_says_what_to_add_and_where(benched):
-    _, folder = benched
     text = (folder / "r.md").read_text()
     written = json.loads((folder / "r.json").read_text())
     body, how = text.split("\n\nRead `r.json`")
@@ -207,10 +189,7 @@ def test_the_pull_request_says_what_to_add_and_where(benched):
     assert "\n".join(record.table(written)) in body
     assert f"`benchmarks/contributed/{record.file_name(written)}`" in how
 
-
-def test_no_path_and_no_name_is_in_what_is_shared(benched):
-    _, folder = benched
-    for file in ("r.json", "r.md"):
+    for file in ("r.json", "r.md"):  # what is shared has no path and no name
         text = (folder / file).read_text()
         for secret in (str(Path.home()), str(folder), socket.gethostname()):
             assert secret not in text
@@ -252,7 +231,7 @@ def test_losses_that_differ_give_no_speed_and_exit_with_1(untimed, monkeypatch):
 def bench_of(before: Conditions = QUIET_MACHINE, tick: float = 1.0, **settings) -> run.BenchResult:
     settings = {"shapes": ((1, 4),), "rank": 2, "minutes": 1.0} | settings
     with pytest.MonkeyPatch.context() as patch:
-        use_clock(patch, clock_of(tick))
+        use_clock(patch, tick)
         patch.setattr(run, "read_conditions", lambda: QUIET_MACHINE)
         return run.run_bench(BenchSettings(**settings), before, [0], Display(QUIET))
 
@@ -299,12 +278,9 @@ def test_a_disturbed_machine_contributes_nothing(quickly, never_runs, rejected, 
 @pytest.mark.parametrize(
     "options, flag, code",
     [
-        (["--shapes", "1*4"], "shapes", "invalid"),
-        (["--shapes", "0x4"], "shapes", "invalid"),
         (["--shapes", "2x1"], "shapes", "invalid"),
         (["--shapes", ""], "shapes", "invalid"),
         (["--shapes", "1x4,1x4"], "shapes", "invalid"),
-        (["--minutes", "0"], "minutes", "invalid"),
         (["--minutes", "nan"], "minutes", "invalid"),
         (["--rank", "0"], "rank", "invalid"),
         (["--out", "no/r.json"], "out", "not-found"),
@@ -318,13 +294,12 @@ def test_wrong_options_are_one_line(quickly, never_runs, rejected, options, flag
     assert [f.name for f in quickly.iterdir()] == ["taken.json"]
 
 
-def test_a_base_that_mlx_lm_cannot_train_is_rejected_first(quickly, rejected, encoder):
+def test_an_encoder_is_rejected_first(quickly, rejected, encoder):
     error = rejected("bench", "--model", encoder)
     assert error.code == "unsupported" and not list(quickly.glob("*.json"))
 
 
-@pytest.mark.parametrize("overflows", [False, True])
-def test_a_chip_without_bfloat16_computes_both_in_float16(monkeypatch, small, overflows):
+def test_a_chip_without_bfloat16_computes_in_float16_unless_it_overflows(monkeypatch, small):
     half = ComputeDtype("float16", "Apple M1 has no native bfloat16", "float16")
     monkeypatch.setattr(run, "choose_compute_dtype", lambda config: half)
     loaded = []
@@ -337,24 +312,20 @@ def test_a_chip_without_bfloat16_computes_both_in_float16(monkeypatch, small, ov
         raise Float16Overflow("the forward pass overflows")
 
     monkeypatch.setattr(run, "load_base", load)
-    if overflows:
-        monkeypatch.setattr(run, "check_forward", overflow)
     (of,) = run._contests(BenchSettings(rank=2), Display(QUIET))
-    assert loaded == ["float16", "auto"][: 1 + overflows]
-    assert of.dtype == ("bfloat16" if overflows else "float16") and bool(of.note) == (not overflows)
+    assert (of.dtype, loaded) == ("float16", ["float16"]) and of.note
+    monkeypatch.setattr(run, "check_forward", overflow)
+    (of,) = run._contests(BenchSettings(rank=2), Display(QUIET))
+    assert (of.dtype, loaded[1:]) == ("bfloat16", ["float16", "auto"]) and not of.note
 
 
-def test_an_nf4_base_is_rejected(small, monkeypatch):
-    monkeypatch.setattr(steps.Headers, "custom_format", lambda self: NF4Format())
-    with pytest.raises(PackError, match="NF4"):
-        steps.contest("small", small, 2)
-
-
-def test_a_base_whose_modules_cannot_be_copied_is_rejected(tiny):
+def test_bases_that_mlx_lm_cannot_train_or_that_cannot_be_copied(small, tiny, monkeypatch):
     tiny.model.model.compiled = mx.compile(lambda x: x + 1)
-    with pytest.raises(PackError, match="cannot be copied") as error:
+    with raises("unsupported", None, "cannot be copied"):
         steps.contest("tiny", tiny, 2)
-    assert error.value.code == "unsupported"
+    monkeypatch.setattr(steps.Headers, "custom_format", lambda self: NF4Format())
+    with raises("unsupported", None, "NF4"):
+        steps.contest("small", small, 2)
 
 
 def test_the_record_of_a_mac_has_its_gpu_and_no_note_on_cpus(faked, monkeypatch):
@@ -384,7 +355,9 @@ def test_several_steps_learn_as_single_ones_do(small, monkeypatch, ahead):
     assert several.implementation.step(several.batch)[1] == losses[3] != losses[0]
 
 
-def test_the_plan_predicts_by_what_was_measured(calibrated, run):
+def test_the_plan_predicts_by_what_was_measured_on_this_device(benched, run, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(benched[1] / "cache"))
+    chips.chip_here.cache_clear()
     code, out, _ = run("plan", "--memory", "16")
     text = " ".join(out.split())
     assert code == 0 and "s/step" in out and "calibrated by packs bench of 20" in text
@@ -393,8 +366,7 @@ def test_the_plan_predicts_by_what_was_measured(calibrated, run):
     elsewhere = json.loads(run("plan", "--memory", "16", "--device", "gpu", "--json")[1])["options"]
     assert all(option["step_s"] is None for option in elsewhere)
 
-
-def test_steps_of_another_device_predict_nothing(calibrated, monkeypatch):
     assert step_time.measured_steps()
     monkeypatch.setattr(runtime, "device_name", lambda: "another (cpu)")
     assert step_time.measured_steps() == []
+    chips.chip_here.cache_clear()

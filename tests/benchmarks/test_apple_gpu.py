@@ -6,14 +6,12 @@ from importlib.metadata import version
 import mlx.core as mx
 import pytest
 
-from benchmarks import graph, history
-from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx, trees
+from benchmarks import history
+from benchmarks.apple_gpu import costs, lazy_graph, libmlx
 from benchmarks.apple_gpu.capture import MLX_LM, OURS, StepJob
 from benchmarks.apple_gpu.peak import Queue, peak_bytes
 from benchmarks.apple_gpu.published import TASK, compare, predicted_s
-from benchmarks.apple_gpu.seconds import CHIPS, STEP_S, seconds
-from benchmarks.apple_gpu.step import Costs, Step, lay_out
-from benchmarks.apple_gpu.trees import TreeShape
+from benchmarks.apple_gpu.step import lay_out
 from benchmarks.workloads import QWEN3_4B
 from tests.helpers.memory import active_bytes
 
@@ -26,8 +24,6 @@ LIMITS = {
 }
 MLX_LM_PRIMITIVES = {"none": 114, "block": 148}
 
-PATHS = ("quantized", "transient")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _supported():
@@ -38,7 +34,6 @@ def _supported():
 
 
 def check_products(step, times: int) -> None:
-    """Forward and input gradient of all projections; recomputed, all but the last come again."""
     last, others = 2560 * 9728, 2560 * (2 * 4096 + 2 * 1024 + 2 * 9728)
     fused = {kind.split()[0] for kind in step.block_kinds}
     assert {"ScaledDotProductAttentionVJP", "RMSNormVJP", "RoPE", "Compiled"} <= fused
@@ -65,42 +60,6 @@ def test_a_block_dispatches_few_primitives():
         check_products(step, times)
     assert recomputed.whole.peak_bytes < 0.1 * kept.whole.peak_bytes
     assert 1.2 < recomputed.whole.seconds["M3 Max"] / kept.whole.seconds["M3 Max"] < 1.4
-
-
-# A step with made-up costs, for what only adds them up.
-COSTS = Costs(100.0, 90.0, 4e9, 1e12, 1e9, {chip: 0.01 for chip in CHIPS})
-STEP = Step(OURS, StepJob(QWEN3_4B, 1, 2048), 2048, COSTS, {}, COSTS, 0)
-
-
-@pytest.fixture
-def laid_out(monkeypatch):
-    """`steps` lays out this step, as if it were the one of both implementations."""
-    theirs = dataclasses.replace(STEP, implementation=MLX_LM)
-    monkeypatch.setattr(command, "lay_out", lambda *_: [theirs, theirs, STEP])
-
-
-def graph_of(outputs: list[mx.array], leaves: list[mx.array]) -> costs.Graph:
-    nodes = lazy_graph.read(outputs, leaves)
-    return costs.priced(nodes, [lazy_graph.address(output) for output in outputs])
-
-
-def test_products_count_whole_tiles():
-    a, b = mx.zeros((33, 64), mx.bfloat16), mx.zeros((64, 16), mx.bfloat16)
-    mx.eval(a, b)
-    (op,) = [op for op in graph_of([a @ b], [a, b]).ops if op.name == "Matmul"]
-    assert op.operations == 2 * 64 * 32 * 64
-    assert op.bytes == 2 * (33 * 64 + 64 * 16 + 33 * 16)
-    chip = CHIPS["M3 Max"]
-    launch = 1e-6 * chip.launch_us
-    assert seconds(op, chip) == pytest.approx(launch + op.operations / (14.2e12 * 0.7 * 0.68))
-    op.operations = 0
-    assert seconds(op, chip) == pytest.approx(launch + op.bytes / (400e9 * 0.75))
-
-
-def test_a_costly_primitive_without_a_rule_is_rejected():
-    x = mx.zeros((8,))
-    with pytest.raises(costs.Unpriced, match="FFT"):
-        graph_of([mx.fft.fft(x)], [x])
 
 
 @pytest.fixture
@@ -135,61 +94,14 @@ def test_the_estimated_peak_is_that_of_mlx(evaluated_peak):
             kept.append(h)
         return [sum((h * k).sum() for k in reversed(kept))]
 
-    laid_out = graph_of(chain(), [*weights, x])
+    outputs = chain()
+    nodes = lazy_graph.read(outputs, [*weights, x])
+    laid_out = costs.priced(nodes, [lazy_graph.address(output) for output in outputs])
     expected = peak_bytes(laid_out)
     assert expected <= evaluated_peak(chain, waits=True) <= 1.2 * expected
     in_flight = peak_bytes(laid_out, Queue(dispatches=9, elements=1 << 40))  # of MLX's CPU streams
     assert expected < in_flight
     assert evaluated_peak(chain, waits=False) <= 1.02 * in_flight
-
-
-def test_the_command_prints_and_records_steps(laid_out, tmp_path, capsys):
-    file = tmp_path / "history.jsonl"
-    arguments = ["steps", "--model", "qwen3-4b", "--batch", "1", "--path", "quantized"]
-    assert graph.main([*arguments, "--chip", "m3-max,M4 Max", "--history", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert "no Mac was timed" in printed and max(map(len, printed.splitlines())) <= 100
-    records = [r for r in history.read(file) if r.implementation == "mlx_packs quantized"]
-    values = {r.metric: r.p50 for r in records}
-    assert values["primitives"] == STEP.whole.primitives
-    assert values["M3 Max"] == pytest.approx(STEP.whole.seconds["M3 Max"], rel=1e-3)
-    assert values["time over mlx-lm"] == 1 and "M2 Pro" not in values
-    assert {r.device for r in records} == {"Apple GPUs, predicted (no Mac timed)"}
-    assert STEP_S < values["M4 Max"]
-
-
-def test_another_mlx_is_rejected_with_what_to_do(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(libmlx, "version", lambda _: "0.99")
-    file = tmp_path / "history.jsonl"
-    assert graph.main(["steps", "--history", str(file)]) == 2
-    assert "0.99 is installed: pip install 'mlx[cpu]==" in capsys.readouterr().err
-    assert not file.exists()
-
-
-def small_config() -> dict:
-    small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
-    small |= {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512}
-    return QWEN3_4B | small
-
-
-@pytest.mark.slow
-def test_a_tree_computes_a_prefix_once(monkeypatch, tmp_path, capsys):
-    shape = TreeShape("two documents", common=100, own=30, rows=8, groups=2)
-    assert (shape.prefix, shape.length) == (96, 160)
-    assert shape.promised == pytest.approx(8 * 130 / (2 * 100 + 8 * 30))
-
-    monkeypatch.setitem(command.CONFIGS, "qwen3_0_6b", small_config())
-    monkeypatch.setattr(trees, "SHAPES", (shape,))
-    file = tmp_path / "history.jsonl"
-    assert graph.main(["trees", "--model", "qwen3_0_6b", "--history", str(file)]) == 0
-    assert "a tree: " in capsys.readouterr().out
-
-    records = [r for r in history.read(file) if r.task == "graph trees"]
-    values = {(r.implementation, r.metric): r.p50 for r in records}
-    rows, tree = "mlx_packs quantized", "mlx_packs quantized, tree"
-    share = values[tree, "operations"] / values[rows, "operations"]
-    assert share == pytest.approx((2 * 96 + 8 * 40) / (8 * 160), rel=0.1)
-    assert values[tree, "peak activations"] < 0.8 * values[rows, "peak activations"]
 
 
 @pytest.mark.slow

@@ -1,62 +1,68 @@
-"""Benchmarks that run implementations alone, take a step apart, or draw: each on a base of milliseconds."""
+"""Benchmarks on bases of milliseconds: records are whole, and unequal losses give no speed."""
 
 import contextlib
 import csv
 import importlib
 import json
+import re
 
-import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.tuner.trainer import default_loss
 
 from benchmarks import __main__ as benchmarks_main
 from benchmarks import (
     alone,
+    bench_grouped_lora,
+    bench_lora_qmv,
+    bench_nf4,
+    cost_tables,
     generate,
     history,
     implementations,
+    kernel_plans,
+    launch_costs,
     load,
     memory,
     offload,
-    patched,
+    op_race,
     prefix,
     profile,
     report,
     soak,
     steady,
     stock,
+    stream,
     swap,
     timeline,
     train_run,
+    train_step,
+    trees,
     whole,
     workloads,
 )
-from mlx_packs.nn.frozen_weight import frozen_weight
-from mlx_packs.nn.quantized import quantized_modules
-from mlx_packs.runtime import mx
-from tests.helpers.memory import active_bytes
+from benchmarks.apple_gpu.trees import TreeShape
+from benchmarks.rates import examine_rates
+from benchmarks.rates import main as print_rates
+from mlx_packs.chips import CHIPS
+from mlx_packs.data.rows import read_rows
+from mlx_packs.ops import diagnostics
+from mlx_packs.runtime import BLAS, mx
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.variants import nightly_except
 
-CONFIG = workloads.QWEN3_4B | {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "vocab_size": 128,
-}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+CONFIG = workloads.QWEN3_4B | SIZES | HEADS
 
 
 @pytest.fixture(autouse=True)
 def _small_runs(monkeypatch):
-    """A workload of milliseconds; implementations that would run alone run here, and mlx-lm does not call g++."""
-    monkeypatch.setitem(
-        workloads.WORKLOADS, "small", workloads.Workload(CONFIG, 2, 32, ("transient", "dense"))
-    )
+    """Workloads of milliseconds, in which mlx-lm does not call g++."""
+    small = workloads.Workload(CONFIG, 2, 32, ("transient", "dense"))
+    monkeypatch.setitem(workloads.WORKLOADS, "small", small)
     monkeypatch.setitem(workloads.CONFIGS, "small", CONFIG)
+    steps = workloads.Workload(CONFIG, 4, 32, ("quantized", "dense"), mlx_lm_rows=2)
+    monkeypatch.setitem(workloads.WORKLOADS, "steps", steps)
     monkeypatch.setattr(stock, "_compile_on", contextlib.nullcontext)
 
 
@@ -70,39 +76,6 @@ def in_this_process(monkeypatch, capsys):
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     monkeypatch.setattr(alone, "run", run)
-
-
-def test_a_random_base_never_has_a_dense_weight():
-    before = active_bytes()
-    mx.reset_peak_memory()
-    base = workloads.random_base(CONFIG | {"vocab_size": 8192}, seed=0)
-    size = workloads.base_bytes(base)
-    assert mx.get_peak_memory() - before < 1.2 * size  # dense, one of its weights has 6.4 times it
-    assert all(m.bits == 4 for _, m in quantized_modules(base.model))
-    weights = frozen_weight(base.model.layers[0].mlp.gate_proj).dense()
-    assert abs(weights.mean().item()) < 1e-3
-    assert weights.var().sqrt().item() == pytest.approx(0.02, rel=0.05)
-
-
-def test_patched_loss_is_that_of_mlx_lm_without_the_pad():
-    base = workloads.random_base(CONFIG, seed=0)
-    tokens = mx.array(np.random.default_rng(0).integers(1, 128, (2, 33)))
-    whole_rows = mx.array([[9, 33], [17, 33]])
-
-    expected, count = default_loss(base.model, tokens, whole_rows)
-    result, targets_found = patched.loss(base.model, *patched.with_targets(tokens, whole_rows))
-    assert result.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert targets_found.item() == count.item()
-
-    padded = mx.array([[9, 20], [17, 33]])
-    _, with_pad = default_loss(base.model, tokens, padded)
-    result, without = patched.loss(base.model, *patched.with_targets(tokens, padded))
-    assert (with_pad.item(), without.item()) == (12 + 16, 11 + 16)
-
-    logits = base.model(tokens[:, :-1])
-    nll = nn.losses.cross_entropy(logits, tokens[:, 1:])
-    by_hand = (nll[0, 8:19].sum() + nll[1, 16:32].sum()) / 27
-    assert result.item() == pytest.approx(by_hand.item(), rel=1e-6)
 
 
 SMALL = "--workload small"
@@ -180,24 +153,11 @@ def test_steps_swaps_and_texts_are_soaked_and_plotted(tmp_path, monkeypatch):
     assert {r.metric for r in history.read(file)} == {"growth: process", "growth: kept in MLX"}
 
 
-def record(task, implementation, metric, p50, **more) -> history.Record:
-    here = history.Environment("cpu", "os", {"mlx": "1"}, "abc", "2026-01-01T00:00:00Z")
-    return history.record(here, task, implementation, "shape", metric, "u", [p50], **more)
-
-
 def test_tables_in_the_readmes_are_those_of_the_history():
     records = history.read()
     for readme in report.READMES:
         text = readme.read_text(encoding="utf-8")
         assert "<!-- measured: " in text and report.with_tables(text, records) == text, readme
-
-
-def test_a_table_stands_between_its_marks():
-    text = "a\n<!-- measured: one -->\nold\n<!-- end of measured -->\nb\n"
-    shown = report.with_tables(text, [record("one", "x", "m", 3.0), record("two", "y", "m", 4.0)])
-    assert shown.startswith("a\n<!-- measured: one -->\n\n**one** on cpu")
-    assert shown.endswith("\n\n<!-- end of measured -->\nb\n") and "two" not in shown
-    assert report.with_tables(shown, []) == text.replace("old\n", "")
 
 
 def test_every_benchmark_is_listed_and_says_its_options(capsys):
@@ -209,3 +169,153 @@ def test_every_benchmark_is_listed_and_says_its_options(capsys):
             benchmarks_main.main([name, "--help"])
         assert stopped.value.code == 0 and "usage: python -m benchmarks" in capsys.readouterr().out
     assert benchmarks_main.main(["nothing"]) == 2
+
+
+QUICK = ["--workload", "steps", "--rounds", "1", "--steps", "1"]
+
+
+def test_a_run_prints_its_table_and_appends_whole_records(tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    assert train_step.main([*QUICK, "--history", str(file)]) == 0
+    printed = capsys.readouterr().out
+    records = history.read(file)
+    assert report.render(records) == printed.strip()
+
+    names = [implementations.STOCK]
+    if BLAS.bound:
+        names.append(implementations.SAME_BLAS)
+    names += [implementations.PATCHED, "mlx_packs quantized", "mlx_packs dense"]
+    assert [r.implementation for r in records[::2]] == names
+    assert {r.metric for r in records} == {"step", "speed"}
+    assert {r.date for r in records} == {records[0].date}
+
+    for record in records:
+        assert 0 < record.p20 <= record.p50 <= record.p80
+        assert record.samples == 2 and record.dtype == "float32" and record.peak_mb > 0
+        assert record.unit and record.device and record.os and record.commit and record.blas
+        assert {"mlx", "mlx-lm", "mlx-packs", "python"} <= set(record.versions)
+        assert (record.ratio is None) == (record.metric == "step")
+
+    assert records[1].ratio == 1.0
+    assert not re.search(r'[" ]/', file.read_text())  # no paths
+
+
+@pytest.mark.slow
+def test_losses_that_differ_only_after_the_update_print_no_speed(tmp_path, capsys, monkeypatch):
+    step = train_step.Ours.step
+
+    def other_rate(self, batch):
+        self.stepper.optimizer.learning_rate = 1e-2
+        return step(self, batch)
+
+    monkeypatch.setattr(train_step.Ours, "step", other_rate)
+    file = tmp_path / "history.jsonl"
+    assert train_step.main([*QUICK, "--history", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "losses of mlx-lm" in captured.err and not file.exists()
+
+
+def test_the_report_shows_the_latest_run_of_each_task_and_device(tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    about = ("train_step tiny", "mlx_packs dense", "4 x 128", "step", "ms")
+    for device, month, ms in (("M4", 1, 100.0), ("M4", 2, 50.0), ("M1", 1, 75.0)):
+        date = f"2026-0{month}-01T00:00:00Z"
+        here = history.Environment(device, "Darwin arm64", {"mlx": "0.32.4"}, "abc", date)
+        history.append([history.record(here, *about, [ms], ratio=7.5, note="Mind it.")], file)
+    assert benchmarks_main.main(["report", "--history", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("**train_step tiny**") == 2 and "100" not in shown
+    for text in ("2026-02-01", "7.50x", "mlx 0.32.4", "Mind it."):
+        assert text in shown
+
+
+def test_stock_baseline_has_its_own_blas_and_compile_and_leaves_ours(monkeypatch):
+    monkeypatch.undo()  # of _compile_on
+    before = stock.compiles()
+    left = mx.random.normal((64, 64))
+    right = mx.random.normal((64, 64))
+    expected = left @ right
+    mx.eval(expected)
+    with stock.mlx(reference_blas=BLAS.bound):
+        assert stock.compiles()
+        assert mx.allclose(left @ right, expected, atol=1e-4).item()
+    assert stock.compiles() == before
+    assert mx.array_equal(left @ right, expected).item()
+
+
+@pytest.mark.parametrize(
+    "task, bench, shape",
+    [
+        ("grouped_lora", bench_grouped_lora, "qwen3_0_6b q/k/v, 1 rows, rank 8, forward"),
+        ("lora_qmv", bench_lora_qmv, "qwen3_0_6b q/k/v of 1 blocks, 1 rows"),
+        ("nf4", bench_nf4, "qwen3_0_6b q, 1 rows"),
+    ],
+)
+def test_an_op_is_raced_in_turns_and_recorded(task, bench, shape, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_lora_qmv, "BLOCKS", 1)
+    monkeypatch.setattr(op_race, "_TURN_S", 1e-4)
+    file = tmp_path / "history.jsonl"
+    arguments = ["--rounds", "1", "--only", shape, "--history", str(file)]
+    assert op_race.main(task, bench.contests(), arguments) == 0
+    records = history.read(file)
+    assert report.render(records) == capsys.readouterr().out.strip()
+    assert len(records) == 2 and records[0].ratio == 1.0 and records[1].p50 > 0
+    assert {r.task for r in records} == {f"op {task}"} and {r.samples for r in records} == {2}
+
+
+def test_cost_tables_in_the_readmes_are_those_that_are_printed():
+    for op in cost_tables.cases():
+        readme = (cost_tables.KERNELS / op / "README.md").read_text()
+        assert cost_tables.with_table(readme, op) == readme, op
+
+
+@pytest.mark.parametrize("op", ["grouped_lora", "lora_qmv", "multi_lora"])
+def test_the_rules_of_kernels_cost_little_by_the_cost_model(op):
+    kernels = {each.OP: each for each in diagnostics.OPS}[op]
+    for chip in (each for name, each in CHIPS.items() if name.startswith("Apple")):
+        chosen = best = 0.0
+        for instance in kernels.instances():
+            plans = getattr(kernel_plans, op)(*instance.call)
+            plain, kernel = (launch_costs.seconds(plan, chip) for plan in plans)
+            best += min(plain, kernel)
+            chosen += plain if kernels.SPEC.slower(*instance.call) else kernel
+        assert chosen < 1.05 * best, chip.name
+
+
+def test_trees_are_timed_beside_their_rows(monkeypatch):
+    shape = TreeShape("pairs on two levels", 48, 20, 8, groups=4, root=24)
+    monkeypatch.setattr(trees, "_MOST_INPUTS", 150)
+    sides = trees.sides_of(CONFIG, shape)
+    trees.measure(sides, 1)
+    records = trees.records(history.Environment.here(), "small", 1, shape, sides)
+    assert [r.baseline for r in records] == [trees.ROWS] * 3
+    assert all(r.ratio > 0 and r.peak_mb > 0 for r in records)
+    assert [side.parts for side in sides.values()] == [4, 4, 1]
+    assert f"{trees.TREE}  " in trees.table(sides)
+
+
+@pytest.mark.slow
+def test_the_fixed_time_of_a_step_and_products_of_all_formats_are_timed(monkeypatch, capsys):
+    rates = examine_rates()
+    assert rates["step"]["ms"] > 0 and rates["step"]["blocks"] == 36
+    assert all(p["tflops"] > 0 and p["gradient_tflops"] > 0 for p in rates["products"])
+    assert {p["format"] for p in rates["products"]} == {"affine4", "mxfp4", "nvfp4"}
+
+    monkeypatch.setattr("benchmarks.rates.examine_rates", lambda: rates)
+    print_rates()
+    assert "with 36 blocks of next to nothing" in capsys.readouterr().out
+
+
+def test_shards_have_about_so_many_tokens(tmp_path):
+    stream.write_shards(tmp_path, 3000, 3, "chats")
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [f"train-0000{i}-of-00003.jsonl" for i in range(3)]
+    assert len({str(row.value) for file in files for row in read_rows(file)}) > 15  # no two alike
+
+
+@pytest.mark.nightly  # 40 s: two processes that tokenize have two parts of 4 MB each
+def test_every_row_is_seen_once_in_the_same_order_after_kills(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
+    stream.write_shards(tmp_path / "shards", 6e6, 4, "chats")
+    result = stream.check(tmp_path, tmp_path / "shards", 2)
+    assert result["kills"] == 3 and result["peak_rss_mb"] < result["rss_before_mb"] + 120

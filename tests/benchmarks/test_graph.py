@@ -9,40 +9,25 @@ from mlx_packs import runtime
 from tests.helpers.models import model_of
 
 
-def step(packed: bool) -> tuple[list[mx.array], list[mx.array], int]:
-    """Outputs and leaves of a step on a small 4-bit model, and the number of its projections."""
-    model, config = model_of("qwen3", hidden_size=128, intermediate_size=192)
-    nn.quantize(model, group_size=64, bits=4)
-    model.freeze()
-
-    outputs, leaves = lazy_step(
-        model,
-        config,
-        batch=2,
-        length=8,
-        targets=4,
-        rank=4,
-        path="quantized",
-        recompute="none",
-        packed=packed,
-    )
-
-    return outputs, leaves, 7 * len(model.layers)
-
-
 def test_lazy_step_returns_adapters_their_moments_and_a_finite_loss():
-    outputs, leaves, projections = step(packed=False)
+    sizes = {"batch": 2, "length": 8, "targets": 4, "rank": 4}
+    sides = []
+    for packed in (False, True):
+        model, config = model_of("qwen3", hidden_size=128, intermediate_size=192)
+        nn.quantize(model, group_size=64, bits=4)
+        model.freeze()
+        ways = {"path": "quantized", "recompute": "none", "packed": packed}
+        sides.append(lazy_step(model, config, **sizes, **ways))
+
+    outputs, leaves = sides[0]
     loss, norm = outputs[-2:]
     mx.eval(outputs)
-    adapters = 2 * projections
+    adapters = 2 * 7 * len(model.layers)
     assert len(outputs) == 3 * adapters + len(("step", "learning rate", "loss", "norm"))
     assert np.isfinite(loss.item()) and norm.item() > 0
     assert {(2, 8), (4,)} <= {tuple(leaf.shape) for leaf in leaves}
-
-
-def test_lazy_step_of_a_packed_batch_reads_its_segments():
-    read = [sum(leaf.shape == (2, 8) for leaf in step(packed)[1]) for packed in (False, True)]
-    assert read[1] == read[0] + 1
+    read = [sum(leaf.shape == (2, 8) for leaf in side[1]) for side in sides]
+    assert read[1] == read[0] + 1  # its segments
 
 
 def test_packed_batches_on_a_gpu_are_counted_by_the_places_of_examples(monkeypatch):

@@ -39,7 +39,7 @@ RUNS = {
     },
     "mnrl": {"data": "pairs", "task": "embedding", "loss": "mnrl"},
     "cached-mnrl": {
-        **{"data": "pairs", "task": "embedding", "loss": "cached-mnrl", "mini_batch_size": 2},
+        **{"data": "pairs", "task": "embedding", "loss": "cached-mnrl", "mini_batch_size": 2}
     },
     "cosent": {"data": "scored", "task": "embedding", "loss": "cosent"},
 }
@@ -52,7 +52,6 @@ PIPELINES = {
 
 
 def write_data(folder: Path) -> None:
-    """Write the examples of all runs, and an encoder."""
     chats = [
         chat(f"Say {'one two three '[: 4 + i]}.", f"{'Yes, ' * (1 + i % 5)}{i}.") for i in range(18)
     ]

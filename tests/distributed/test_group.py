@@ -59,7 +59,6 @@ def test_a_launcher_names_the_place_of_a_rank(monkeypatch, tmp_path):
 
 
 def connected(versions: list[dict], size: int = 3) -> list:
-    """What `connect` returns or raises on each rank of this machine."""
     port = free_ports(1)
     results: list = [None] * size
 
@@ -77,13 +76,11 @@ def connected(versions: list[dict], size: int = 3) -> list:
     return results
 
 
-def test_ranks_find_each_other():
+def test_ranks_find_each_other_and_have_the_same_versions():
     for each in connected([{"mlx": "1"}] * 3):
         assert isinstance(each, link.Link)
         each.close()
 
-
-def test_ranks_of_different_versions_do_not_train_together():
     errors = connected([{"mlx": "1"}, {"mlx": "1"}, {"mlx": "2"}])
     assert all(isinstance(error, PackError) for error in errors)
     for word in ("rank 2", "mlx 2", "rank 0 1"):

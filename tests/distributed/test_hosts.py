@@ -59,7 +59,6 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen:
 
 
 def rank_of(number: int, out: str) -> int:
-    """The process of a rank that writes a pack."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

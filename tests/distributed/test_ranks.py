@@ -18,14 +18,8 @@ from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.variants import nightly_except
 
 # Runs by two ranks and by four, and each by one. Of four, a rank has few rows, none, those of all, one.
-FEW = (
-    ("plain", "packed", "phases", "mnrl"),
-    ("uneven",),
-)
-OTHERS = (
-    tuple(name for name in runs.RUNS if name not in FEW[0]),
-    ("alike", "packed", "mnrl"),
-)
+FEW = (("plain", "packed", "phases", "mnrl"), ("uneven",))
+OTHERS = (tuple(name for name in runs.RUNS if name not in FEW[0]), ("alike", "packed", "mnrl"))
 # Adam takes steps of about the learning rate whatever a gradient's size, and so of noise in one.
 # The reward run was off by 2.6e-5 with the bias correction of Adam, on one of two machines.
 TOLERANCE = {"packed": 2e-4, "adam8": 1e-2, "reward": 5e-5}
@@ -40,8 +34,6 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_ranks(place):
-    """Return a function of names of runs: the folder of the packs that ranks have trained."""
-
     @cache
     def trained(of_two: tuple[str, ...], of_four: tuple[str, ...]) -> Path:
         of_one = dict.fromkeys(of_two + of_four)

@@ -11,11 +11,7 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.adapters.decomposition import EXACT
 from mlx_packs.adapters.lora import delta_of
 from mlx_packs.adapters.trainable import find_method
-from mlx_packs.extras.initial_factors import (
-    ResidualLoRA,
-    orthonormal_factors,
-    principal_factors,
-)
+from mlx_packs.extras.initial_factors import ResidualLoRA, principal_factors
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.lora import AdapterShape, GroupedLoRA
 from mlx_packs.runtime import mx
@@ -68,14 +64,6 @@ def test_principal_factors_are_the_best_of_their_rank(shape):
     left = mx.linalg.norm(weight - scale * (a @ b).T).item()
     assert left == pytest.approx(math.sqrt(sum(2.0**-i for i in range(6, 20))), rel=1e-3)
     assert mx.allclose(a.square().sum(0), b.square().sum(1), rtol=1e-3).item()
-
-
-def test_orthonormal_factors_are_those_of_the_whole_qr():
-    weight = mx.random.normal((24, 40))
-    a, b = orthonormal_factors(weight, 5, 2.0)
-    q, r = mx.linalg.qr(weight, stream=mx.cpu)
-    assert mx.allclose((a @ b).T, q[:, :5] @ r[:5], atol=1e-4).item()
-    assert mx.allclose(b @ b.T, mx.eye(5), atol=1e-5).item()
 
 
 @pytest.mark.parametrize("mode", ["nf4", "affine4"])

@@ -119,7 +119,6 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_stages(place):
-    """The folder of the packs that so many ranks have trained."""
     for size, names in ((1, NAMES), (2, NAMES), (3, ("pieces",))):
         ended = train(place, size, *names)
         assert ended.codes == [0] * size, ended.text

@@ -10,13 +10,11 @@ from mlx.utils import tree_flatten
 from mlx_packs import LoRAConfig, TrainConfig, load_base, train_pack
 from mlx_packs.adapters.attach import attach
 from mlx_packs.data.encoding import Example
-from mlx_packs.extras.projection_stack import ProjectionStackTask, graph_of, task_of
+from mlx_packs.extras.projection_stack import graph_of
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
-from mlx_packs.tasks.causal_lm import CausalLMTask
-from mlx_packs.tasks.task import Task, task_class
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import raises
 from tests.helpers.models import base_of
@@ -151,25 +149,6 @@ def test_a_graph_in_which_nothing_would_learn_is_refused(family, changes, lora, 
         graph(base_of(family, **changes), LoRAConfig(**lora))
 
 
-def test_stack_leaves_out_projections_whose_tensors_contradict():
-    base = base_of("llama", **SQUARE)
-    nn.quantize(base.model, group_size=32, bits=4)
-    o_proj = base.model.layers[0].self_attn.o_proj
-    o_proj.scales = o_proj.scales[:, :1]
-    result = graph(base).facts
-    assert result["stack"] == [O_PROJ.format(1)]
-    assert "without the output projection of 1 blocks" in result["note"]
-
-
-def test_a_base_that_carries_a_pack_is_refused_at_once():
-    base = base_of("llama", **SQUARE)
-    attached = attach(base, LoRAConfig(rank=2))
-    with raises("conflict", None, base.name):
-        graph(base)
-    attached.detach()
-    assert graph(base).facts["stack"]
-
-
 def test_what_a_stack_has_not_is_rejected():
     for name, value in (("recompute", "block"), ("grad_checkpoint", True)):
         with raises("conflict", name, "projection-stack"):
@@ -201,18 +180,6 @@ def test_packed_rows_and_a_base_that_is_quantized_on_loading(stack_folder):
     report = train_stack(stack_folder, "packed", packing=True, quantize="affine4", iters=1).report
     assert report["objective"]["embedding"].startswith("in memory: model.embed_tokens.weight is")
     assert np.isfinite(report["ppl_after"])
-
-
-def test_a_task_of_another_package_keeps_its_own_loss_on_the_stack():
-    class Own(CausalLMTask):
-        def loss_options(self):
-            return None
-
-    on_stack = task_of(Own)
-    assert on_stack.loss_options is Own.loss_options
-    assert on_stack.bind is ProjectionStackTask.bind and on_stack.lazy_base
-    assert issubclass(task_class("lm", STACK), ProjectionStackTask)
-    assert task_of(Task) is Task
 
 
 def test_a_resumed_run_keeps_its_objective(stack_folder):

@@ -20,7 +20,6 @@ SHORT = Sampling(max_tokens=4)
 
 @pytest.fixture
 def packs(shared_tiny, tmp_path, monkeypatch):
-    """Folders ``a`` and ``b`` here."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate("ab"):
         random_pack(shared_tiny, seed, 4, ()).save(name)

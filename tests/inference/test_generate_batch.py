@@ -31,12 +31,6 @@ def test_complete_batch_gives_the_text_of_each_prompt_alone(small_tiny):
     assert len(set(alone)) > 2 and plain != alone
 
 
-def test_stream_batch_admits_the_next_prompt_when_one_has_ended(small_tiny):
-    prompts = [small_tiny.tokenizer.encode(text) for text in PROMPTS[:3]]
-    order = [i for i, *_ in stream_batch(small_tiny, prompts, [2, 6, 2], 2, stop=False)]
-    assert order.index(2) < len(order) - 1 - order[::-1].index(1)
-
-
 def test_stream_batch_rejects_empty_prompts_and_states_without_batches(small_tiny, monkeypatch):
     with raises("invalid", "prompts", "prompt"):
         list(stream_batch(small_tiny, [[1], []]))
@@ -47,7 +41,6 @@ def test_stream_batch_rejects_empty_prompts_and_states_without_batches(small_tin
 
 
 def test_messages_of_a_prompt_are_read_as_those_of_training(small_tiny):
-    """Parts of a content, roles and calls of other programs: as `packs serve` takes them."""
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say red."}]
     parts = [
         {"role": "developer", "content": "Be brief."},

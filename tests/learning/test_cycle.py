@@ -17,8 +17,6 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 
 class Server(Running):
-    """A process of `packs serve`, and requests to it."""
-
     def __init__(self, folder: Path, *args: str) -> None:
         command = [*PACKS, "serve", "--port", "0", "--grace", "1", "--no-key", *args]
         self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`packs learn`: a candidate is served only if it wins; versions are listed and put back."""
+"""`packs learn`: rows of rated answers, candidates that must win, and versions that are put back."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from mlx_packs.evaluation.perplexity import ExampleScores
 from mlx_packs.learning import learn
 from mlx_packs.learning.comparison import GAINS, Comparison
 from mlx_packs.learning.folder import LearningFolder
-from mlx_packs.learning.rows import read_rows, rows_of, write_rows
+from mlx_packs.learning.rows import Answer, is_held_out, key_of, read_rows, rows_of, write_rows
 from mlx_packs.packs.base import load_base, load_base_for
 from mlx_packs.packs.pack import Pack
 from mlx_packs.training.run import train_pack
@@ -22,14 +22,12 @@ from tests.helpers.bases import saved_base, small_base
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
 from tests.helpers.variants import slow_except
-from tests.learning.test_rows import answer_to
 
 ROWS = 45  # of which 11 prompts are held out
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A base of two blocks, with which a run takes a fifth of the time."""
     return load_base(saved_base(small_base(), tmp_path_factory.mktemp("bases") / "base"))
 
 
@@ -229,10 +227,9 @@ def test_a_candidate_continues_the_served_pack(base, folder, tmp_path, run, reje
     own.pack_of(0).verify()  # a copy: the pack itself may go
 
 
-@pytest.mark.parametrize("quantize", ["affine4", "nf4"])
-def test_a_candidate_has_the_quantization_and_the_template_of_what_it_continues(quantize, tmp_path):
+def test_a_candidate_has_the_quantization_and_the_template_of_what_it_continues(tmp_path):
     model = saved_base(small_base(), tmp_path / "base")
-    train = {"iters": 1, "quantize": quantize, "val_batches": 0, "max_seq_length": 64}
+    train = {"iters": 1, "quantize": "nf4", "val_batches": 0, "max_seq_length": 64}
     columns = DataConfig(template_kwargs={"enable_thinking": False})
     rows = [{"prompt": "Say 1.", "completion": "1"}] * 4
     data = {"train": rows, "valid": rows}
@@ -242,7 +239,7 @@ def test_a_candidate_has_the_quantization_and_the_template_of_what_it_continues(
     folder = LearningFolder.begin(tmp_path / "d", "q", base, run.pack)
     job = learn.Job("lm", 0, 1, 1)
     recipe = learn._recipe(folder, job, {"model": folder.model, "out": "x"})
-    assert (recipe.train.quantize, recipe.train.double_quant) == (quantize, True)
+    assert (recipe.train.quantize, recipe.train.double_quant) == ("nf4", True)
     assert recipe.lora.rank == 16
     assert recipe.data.template_kwargs == {"enable_thinking": False}
 
@@ -297,3 +294,80 @@ def test_a_folder_is_of_one_pack_of_one_base(folder, base, tmp_path):
             LearningFolder.begin(folder.path, name, base, own)
     with raises("exists", "learn"):
         LearningFolder.begin(tmp_path, "learned", base, None)
+
+
+ABOUT = {"model": "notes", "version": 0, "pack": None}
+
+
+def answer_to(question: str, text: str = "No.", **more) -> Answer:
+    message = {"role": "assistant", "content": text, **more}
+    return Answer([{"role": "user", "content": question}], message, {}, ABOUT)
+
+
+def add(folder, questions, **said) -> None:
+    for question in questions:
+        answer = answer_to(question)
+        write_rows(folder, rows_of(answer, f"id of {question}", **said))
+
+
+def test_a_prompt_stays_held_out_whatever_else_is_rated(tmp_path):
+    add(tmp_path, map(str, range(400)), rating="down")
+    first = read_rows(tmp_path, "kto")
+    assert first.count == 400 and 50 < len(first.held_out) < 110
+    assert all(is_held_out(row["prompt"]) for row in first.held_out)
+    assert {"prompt", "completion", "label"} == set(first.train[0])
+
+    add(tmp_path, map(str, range(400, 500)), rating="down")
+    later = read_rows(tmp_path, "kto")
+    assert [row for row in later.held_out if row in first.held_out] == list(first.held_out)
+
+
+def test_a_prompt_is_held_out_as_a_text_and_as_a_message(tmp_path):
+    questions = [f"Question {number}" for number in range(60)]
+    add(tmp_path, questions, rating="down")
+    with (tmp_path / "kto.jsonl").open("a") as file:
+        for question in questions:  # by hand
+            file.write(json.dumps({"prompt": question, "completion": "x", "label": True}) + "\n")
+
+    split = read_rows(tmp_path, "kto")
+    train, held_out = (
+        {key_of(row["prompt"]) for row in rows} for rows in (split.train, split.held_out)
+    )
+    assert len(train) + len(held_out) == 60 and not train & held_out and held_out
+
+
+def test_an_empty_answer_has_no_rows_that_cannot_be_trained_on():
+    rows = rows_of(answer_to("a", " "), "1", correction="Yes.")
+    assert set(rows) == {"chat.jsonl"}
+    call = answer_to("a", "", tool_calls=[{"function": {"name": "f", "arguments": {}}}])
+    assert set(rows_of(call, "1", correction="Yes.")) == {"chat.jsonl", "dpo.jsonl"}
+
+
+def test_a_line_that_a_crash_cut_off_is_removed_and_a_complete_one_stays(tmp_path):
+    add(tmp_path, "ab", rating="down")
+    file = tmp_path / "kto.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text(lines[0] + "\n" + lines[1][:30])
+    assert read_rows(tmp_path, "kto").count == 1
+    add(tmp_path, "c", rating="down")
+    identities = [json.loads(line)["id"] for line in file.read_text().splitlines()]
+    assert identities == ["id of a", "id of c"]
+
+    file.write_text(json.dumps({"prompt": "by hand", "completion": "x", "label": True}))
+    add(tmp_path, "d", rating="down")
+    assert read_rows(tmp_path, "kto").count == 2
+
+    for last in (json.dumps({"prompt": "by hand", "completion": "y", "label": True}), '{"torn'):
+        with file.open("a") as opened:
+            opened.write(last)  # a second feedback on d
+        rows = rows_of(answer_to("d"), "id of d", "down")
+        write_rows(tmp_path, rows, replaced="id of d")
+        assert read_rows(tmp_path, "kto").count == 3
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    add(tmp_path, "a", rating="down")
+    for line, fault in (("{oops", "not valid JSON"), ('"text"', "an object with a prompt")):
+        (tmp_path / "kto.jsonl").write_text(line + "\n")
+        with pytest.raises(PackError, match=rf"kto.jsonl:1: .*{fault}"):
+            read_rows(tmp_path, "kto")

@@ -30,7 +30,6 @@ def started(worker) -> Iterator:
 
 @contextmanager
 def serving(worker, folder=None, **settings) -> Iterator[Running]:
-    """A server over a worker that ends with it."""
     with started(worker), Running(worker, folder, **settings) as running:
         yield running
 
@@ -54,7 +53,6 @@ def _measured_once():
 
 @pytest.fixture(scope="session")
 def shelf(small_tiny, tmp_path_factory):
-    """A folder with packs of different ranks and targets."""
     folder = tmp_path_factory.mktemp("shelf")
     kinds = ((4, ()), (8, ("q_proj", "down_proj")), (2, ("q_proj", "v_proj")))
     for seed, (name, (rank, targets)) in enumerate(zip(NAMES, kinds, strict=True)):
@@ -64,15 +62,8 @@ def shelf(small_tiny, tmp_path_factory):
 
 
 @pytest.fixture
-def limits():
-    """Room for eight requests at once."""
-    return LIMITS
-
-
-@pytest.fixture
-def generator(small_tiny, limits):
-    """What computes texts."""
-    with started(TextWorker(small_tiny, limits)) as worker:
+def generator(small_tiny):
+    with started(TextWorker(small_tiny, LIMITS)) as worker:
         yield worker
 
 
@@ -85,6 +76,5 @@ def shared_server(shelf):
 
 @pytest.fixture
 def server(generator, shelf):
-    """A server that listens, with every pack of the shelf."""
     with Running(generator, shelf) as running:
         yield running

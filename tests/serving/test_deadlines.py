@@ -11,7 +11,7 @@ from mlx_packs import load_base
 from mlx_packs.bases.tokenizer import tokens_of
 from mlx_packs.objectives.reader import rerank_rows
 from mlx_packs.serving import app
-from mlx_packs.serving.embedding import _TOKENS, EmbeddingWorker, rows_within
+from mlx_packs.serving.embedding import EmbeddingWorker
 from tests.helpers.errors import raises
 from tests.helpers.serving import until
 from tests.serving.conftest import serving
@@ -44,7 +44,6 @@ def server(encoder):
 
 @pytest.fixture
 def slow(server, tokenized) -> http.client.HTTPConnection:
-    """A connection whose request is being tokenized."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.request("POST", PATH, json.dumps(SLOW), {"Content-Type": "application/json"})
     until(lambda: bool(tokenized))
@@ -92,8 +91,3 @@ def test_a_short_request_does_not_wait_for_a_long_one(server):
     until(lambda: seen)
     assert seen[0][0] - before <= 3 and not seen[0][1]
     assert len(long.result(60)) == 400
-
-
-def test_a_batch_of_texts_is_bounded_in_tokens():
-    counts = {(10,) * 32: 32, (2 * _TOKENS, 5): 1, (5, _TOKENS // 2, 5, 5): 2}
-    assert {lengths: rows_within(lengths, _TOKENS) for lengths in counts} == counts

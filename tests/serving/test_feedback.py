@@ -51,7 +51,6 @@ def content(answer: dict) -> str:
 
 
 def ended(server, model: str = "notes", **options) -> dict:
-    """An answer that ends before its maximum of tokens: with a stop string."""
     text = content(server.chat(model, QUESTION))
     return server.chat(model, QUESTION, stop=text[len(text) // 2 :], **options)
 
@@ -154,7 +153,6 @@ def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, 
 
 
 def test_remembered_answers_are_bounded_in_bytes(server, folder, monkeypatch):
-    """A character of the prompts takes three bytes, so that two of them do not fit."""
     monkeypatch.setattr(feedback, "_BYTES", 700)
     long = [server.chat("notes", "字" * 100, max_tokens=2) for _ in range(3)]
     sizes = [each.size for each in server.learning._choices.values()]

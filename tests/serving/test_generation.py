@@ -7,12 +7,11 @@ import pytest
 
 from mlx_packs import Pack
 from mlx_packs.inference.generate import complete, raw_prompt
-from mlx_packs.serving import generation
 from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.request import Finished, Limits, Progress, TextRequest
 from tests.helpers.errors import check
 from tests.helpers.serving import SECONDS, texts_of
-from tests.serving.conftest import NAMES, started
+from tests.serving.conftest import LIMITS, NAMES, started
 
 TEXTS = ("The list", "It was a fine day when Emma", "def", "A tuple is " * 12, "Python " * 40)
 
@@ -22,7 +21,6 @@ class Panic(BaseException):
 
 
 def until_event(events: queue.Queue, *kinds: type) -> object:
-    """Wait for an event of one of some kinds."""
     while not isinstance(event := events.get(timeout=SECONDS), kinds):
         pass
     return event
@@ -121,8 +119,8 @@ def test_a_failed_step_ends_its_requests_and_the_next_is_computed(generator, mon
     assert texts_of(generator, [("base", [5, 6], 5)]) == before
 
 
-def test_closing_tells_every_request(small_tiny, limits):
-    worker = TextWorker(small_tiny, limits)
+def test_closing_tells_every_request(small_tiny):
+    worker = TextWorker(small_tiny, LIMITS)
     worker.start()
     events: queue.Queue = queue.Queue()
     for _ in range(20):
@@ -131,25 +129,3 @@ def test_closing_tells_every_request(small_tiny, limits):
     assert sum(isinstance(events.get_nowait(), Exception) for _ in range(events.qsize())) == 20
     assert not worker.is_alive
     assert not [m for m in small_tiny.model.modules() if type(m).__name__ == "ServedLoRA"]
-
-
-def test_a_full_batch_takes_several_requests_at_a_time(small_tiny, limits):
-    """Places that become free one after the other wait for each other, but not for long."""
-    worker = TextWorker(small_tiny, limits)
-    admitted, idle = [], []
-    admit = worker._admit
-
-    def counted():
-        before = len(worker._running)
-        admit()
-        admitted.append(len(worker._running) - before)
-        idle.append(bool(worker._waiting) and len(worker._running) < limits.batch_size)
-
-    worker._admit = counted
-    requests = [("base", [5, 6, 7], 3 + i % 8) for i in range(24)]
-    with started(worker):
-        assert all(isinstance(text, str) for text in texts_of(worker, requests))
-    groups = [n for n in admitted if n]
-    assert sum(groups) == 24 and len(groups) < 12 and max(groups) >= 2
-    longest = max(len(run) for run in "".join("x" if i else " " for i in idle).split())
-    assert longest <= generation._PASSED_OVER

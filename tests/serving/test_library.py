@@ -18,7 +18,6 @@ def served(server) -> set[str]:
 
 @pytest.fixture
 def copies(shelf, tmp_path):
-    """A copy of the shelf whose packs a test may change."""
     return shutil.copytree(shelf, tmp_path / "copies")
 
 

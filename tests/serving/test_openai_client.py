@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mlx_packs import load_base
 from mlx_packs.serving.embedding import EmbeddingWorker
 from tests.helpers.serving import Running
+from tests.serving.conftest import serving
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 MESSAGES = [{"role": "user", "content": "The list of"}]
@@ -19,8 +20,6 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments
 
 
 class Answer(BaseModel):
-    """What an answer has to be."""
-
     model_config = ConfigDict(extra="forbid")  # else a weak model never ends it
     name: Literal["list", "tuple"]
     count: int = Field(ge=0, le=99)
@@ -116,18 +115,12 @@ def test_keys(shared_server):
 
 def test_embeddings(encoder):
     worker = EmbeddingWorker(load_base(encoder), 8, 64)
-    worker.start()
-    try:
-        with Running(worker) as server, client_of(server) as client:
-            vectors = [
-                [e.embedding for e in client.embeddings.create(**fields).data]
-                for fields in (
-                    {"model": "base", "input": ["a car", "a house"]},  # base64, as it asks for
-                    {"model": "base", "input": ["a car", "a house"], "encoding_format": "float"},
-                )
-            ]
-    finally:
-        worker.close(0.0)
+    given = {"model": "base", "input": ["a car", "a house"]}
+    with serving(worker) as server, client_of(server) as client:
+        vectors = [
+            [e.embedding for e in client.embeddings.create(**given, **form).data]
+            for form in ({}, {"encoding_format": "float"})  # it asks for base64
+        ]
 
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-6)
     assert len(vectors[0]) == 2 and len(vectors[0][0]) == worker.base.model.dims

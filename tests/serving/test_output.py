@@ -17,8 +17,6 @@ CALL = '{"name": "weather", "arguments": {"city": "Bonn é"}}'
 
 
 class Detokenizer:
-    """Each token is a character."""
-
     last_segment = ""
 
     def add_token(self, token):
@@ -29,8 +27,6 @@ class Detokenizer:
 
 
 class Letters:
-    """A tokenizer whose tokens are characters, with mlx-lm's marks."""
-
     has_thinking, think_start, think_end = True, "<think>", "</think>"
     has_tool_calling, response_initial_state, response_transitions = True, None, {}
     structural_markers = ()
@@ -129,14 +125,12 @@ def test_a_call_is_read_and_its_marks_are_gone():
     assert choice["message"]["content"] == "Let me see."
 
 
-def test_several_calls_in_one_and_in_several_marks():
+def test_several_calls_in_one_and_in_several_marks_and_as_python_writes_them():
     text = f"<tool_call>{CALL}</tool_call>\n<tool_call>[{CALL}, {CALL}]</tool_call>"
     choice = check(Writer(Letters(), text))
     assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 3
     assert choice["message"]["content"] is None
 
-
-def test_a_call_as_python_writes_it():
     text = "<|tool_call_start|>[weather(city='Bonn', days=2)]<|tool_call_end|>"
     (call,) = check(Writer(Letters(pythonic), text))["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Bonn", "days": 2}
@@ -146,15 +140,11 @@ def test_a_call_as_python_writes_it():
     "written",
     [
         '{"name": "weather"}',
-        '{"arguments": {}}',
         '{"name": 5, "arguments": {}}',
         "[1, 2]",
         "{",
-        "",
         '{"name": "weather", "arguments": {"a": NaN}}',
         '{"name": "weather", "arguments": {"a": "\\ud800"}}',
-        '{"name": "\\ud800", "arguments": {}}',
-        '{"name": "weather", "arguments": "\\ud800"}',
     ],
     ids=lambda written: written[:20],
 )

@@ -13,9 +13,9 @@ from mlx_packs import Pack, load_base
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import TextWorker
-from mlx_packs.serving.request import Limits
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
+from tests.serving.conftest import LIMITS, serving
 
 pytestmark = pytest.mark.interop
 
@@ -70,35 +70,24 @@ def opened(browser):
 
 @pytest.fixture
 def encoder_server(encoder, tmp_path):
-    """A server of two packs over an encoder."""
     base = load_base(encoder)
     for seed, name in enumerate(("notes", "law")):
         random_pack(base, seed, 4, ("query", "value"), size=0.3).save(tmp_path / name)
-    worker = EmbeddingWorker(base, 8, 64)
-    worker.start()
-    try:
-        with Running(worker, tmp_path) as running:
-            yield running
-    finally:
-        worker.close(0.0)
+    with serving(EmbeddingWorker(base, 8, 64), tmp_path) as running:
+        yield running
 
 
 @pytest.fixture
 def image_server(tmp_path, monkeypatch):
-    """A server of a small base that takes images."""
     from tests.helpers.vision_bases import write_vision_base
 
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-    limits = Limits(batch_size=8, waiting=64, kv_bytes=64 << 20, prefill_chunk=64, context=2048)
-    worker = TextWorker(load_base(write_vision_base("smolvlm", tmp_path / "base")), limits)
-    worker.start()
-    with Running(worker) as running:
+    base = load_base(write_vision_base("smolvlm", tmp_path / "base"))
+    with serving(TextWorker(base, LIMITS)) as running:
         yield running
-    worker.close(0.0)
 
 
 def ask(page, expect, text: str, columns: int = 2) -> None:
-    """Send a message, and wait for the answers."""
     page.get_by_label("Message to all columns").fill(text)
     page.get_by_label("Message to all columns").press("Enter")
     expect(page.locator("#finished p")).to_have_count(columns)
@@ -265,15 +254,10 @@ def test_keyboard_alone(server, opened, expect):
     expect(page.locator("#message")).to_be_focused()
     wait_until_idle(server, page)
 
-
-def test_stop_button_and_removal_end_answers(server, opened, expect):
-    page = opened(server)
-    options(page, **LONG)
-    page.get_by_label("Message to all columns").fill("Go on.")
+    page.get_by_label("Message to all columns").fill("Go on.")  # and by the buttons
     page.get_by_role("button", name="Send").click()
     expect(page.locator(".answer.open")).to_have_count(2)
     page.get_by_role("button", name="Remove column 2").click()
-    assert page.get_by_role("button", name="Send").is_disabled()
     page.get_by_role("button", name="Stop").click()
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
     expect(page.locator("#finished p")).to_have_count(1)
@@ -309,7 +293,6 @@ def test_every_width_and_scheme_is_accessible(server, opened, expect, width, sch
 
 
 def test_texts_stay_texts(server, opened, expect):
-    """Those of users, models, packs and errors."""
     page = opened(server)
     chunk = {"choices": [{"index": 0, "delta": {"content": HOSTILE, "reasoning_content": HOSTILE}}]}
     events = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"

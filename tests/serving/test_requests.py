@@ -7,13 +7,11 @@ import pytest
 
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.formats import Chat, Row
-from mlx_packs.data.messages import normal_calls, normal_tools
 from mlx_packs.serving.fields import parsed
 from mlx_packs.serving.prompts import RequestPrompts
-from mlx_packs.serving.protocol import ChatBody, CompletionBody, EmbeddingBody, Message, PackBody
+from mlx_packs.serving.protocol import ChatBody, CompletionBody, EmbeddingBody, PackBody
 from tests.helpers.errors import raises
 from tests.serving.test_bad_requests import CHAT, rejected
-from tests.serving.test_output import Letters, Writer, check
 
 MESSAGES = [{"role": "user", "content": "The list"}]
 REQUIRED = {"model", "messages", "prompt", "input", "source"}
@@ -24,12 +22,7 @@ BODIES = {
     PackBody: {"source": "me/notes"},
 }
 # Of OpenAI's API, and not implemented here.
-OTHERS = (
-    "audio best_of dimensions echo encoding_format function_call functions logit_bias "
-    "max_completion_tokens max_tokens metadata modalities n name parallel_tool_calls prediction "
-    "prompt_cache_retention reasoning_effort response_format service_tier store suffix "
-    "tool_choice tools top_logprobs verbosity web_search_options"
-).split()
+OTHERS = "audio best_of function_call metadata modalities prediction service_tier suffix".split()
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Bonn", "Rome"]}, "days": {"enum": [1, 2]}},
@@ -65,15 +58,6 @@ def test_a_stop_without_text_ends_nothing_and_is_not_counted(stop):
     assert parse(ChatBody, stop=stop).stop == (stop or [])[16:]
 
 
-def test_null_in_a_schema_is_data_of_the_grammar_but_not_of_the_template():
-    parameters = {"type": "object", "required": None, "properties": None, "default": None}
-    given = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    (tool,) = parse(ChatBody, tools=[given]).usable_tools
-    assert tool.function.parameters == parameters
-    assert [tool.to_template()] == normal_tools([given])
-    assert tool.to_template()["function"]["parameters"] == {"type": "object"}
-
-
 TOOL_IN_OTHER_ORDER = {
     "function": {
         "strict": False,
@@ -102,12 +86,6 @@ def test_tools_and_calls_have_the_text_that_training_has(small_tiny):
     assert '"arguments": {"city": "Bonn", "of": {"b": 1}}' in text
 
 
-def test_a_call_without_an_id_has_none_in_the_template():
-    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    body = parse(ChatBody, messages=[{"role": "assistant", "tool_calls": [call]}])
-    assert body.messages[0].to_template()["tool_calls"] == normal_calls([call])
-
-
 def test_numbers_that_json_does_not_have_are_rejected():
     nan = float("nan")
     tool = {**OTHER, "function": {"name": "f", "parameters": {"minimum": nan}}}
@@ -127,7 +105,6 @@ CALLED = {"content": "", "tool_calls": [{**CALL, "function": {"name": "f", "argu
     ("message", "expected"),
     [
         ({"content": None, "tool_calls": [CALL]}, CALLED),
-        ({"tool_calls": [CALL], "name": None, "reasoning_content": None}, CALLED),
         ({"tool_calls": [{**CALL, "index": None}], "parsed": None}, CALLED),
         ({"tool_calls": [PARSED]}, CALLED),
         ({"tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"a": 1}}}]}, CALLED),
@@ -162,21 +139,6 @@ def test_what_is_not_supported_in_a_message_is_named(shared_server, message, whe
     error = rejected(shared_server, CHAT, {"model": "notes", "messages": messages})
     assert error["param"] == f"messages.0.{where}"
     assert error["message"].startswith(error["param"]) and named in error["message"]
-
-
-def test_answers_can_be_sent_back():
-    call = {"name": "weather", "arguments": {"city": "Bonn"}}
-    called = f"<think>Why</think><tool_call>{json.dumps(call)}</tool_call>"
-    turns = []
-    for text in ("The list", called):
-        message = check(Writer(Letters(), text))["message"]
-        assert set(message) <= set(Message.model_fields)
-        sent = parse(ChatBody, messages=[*MESSAGES, message]).messages[-1]
-        turns.append(sent.to_template())
-
-    assert turns[0] == {"role": "assistant", "content": "The list"}
-    assert turns[1]["tool_calls"][0]["function"] == call
-    assert (turns[1]["content"], turns[1]["reasoning_content"]) == ("", "Why")
 
 
 @pytest.fixture

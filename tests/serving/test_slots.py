@@ -26,7 +26,6 @@ def slots(small_tiny):
 
 
 def alone(base, pack=None) -> np.ndarray:
-    """Logits of the base with one pack, as everywhere else."""
     if pack is None:
         return np.array(base.model(TOKENS)[0])
     with base.applied(pack):

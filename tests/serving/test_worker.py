@@ -10,7 +10,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import TextWorker
 from tests.helpers.serving import SECONDS, Running, texts_of, until
-from tests.serving.conftest import started
+from tests.serving.conftest import LIMITS, started
 
 ROW = np.array([2, 5, 3], dtype=np.int32)
 
@@ -21,8 +21,8 @@ def embedder(encoder):
         yield worker
 
 
-def test_a_worker_that_cannot_begin_says_so(small_tiny, limits, monkeypatch):
-    worker = TextWorker(small_tiny, limits)
+def test_a_worker_that_cannot_begin_says_so(small_tiny, monkeypatch):
+    worker = TextWorker(small_tiny, LIMITS)
     monkeypatch.setattr(worker, "_reset", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         worker.start()

@@ -9,7 +9,7 @@ from mlx_packs.serving.generation import TextWorker
 from mlx_packs.serving.train.service import TrainingService
 from tests.helpers.serving import SECONDS, Running
 from tests.helpers.tinker import TinkerClient
-from tests.serving.conftest import started
+from tests.serving.conftest import LIMITS, started
 
 
 class Training(Running):
@@ -23,9 +23,9 @@ class Training(Running):
 
 
 @pytest.fixture
-def generator(small_tiny, limits):
+def generator(small_tiny):
     """What computes, with dense weights: a CPU takes a fraction of the time."""
-    with started(TextWorker(small_tiny, limits, "dense")) as worker:
+    with started(TextWorker(small_tiny, LIMITS, "dense")) as worker:
         yield worker
 
 
@@ -47,14 +47,11 @@ def tokens(generator) -> list[int]:
 
 @pytest.fixture
 def datum(tokens):
-    """Tokens, and targets that all count."""
     return tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
 
 
 @pytest.fixture
 def hold(server):
-    """Let the server compute nothing for a time."""
-
     @contextmanager
     def held():
         may_go_on = threading.Event()

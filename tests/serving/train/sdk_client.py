@@ -26,7 +26,6 @@ def losses(client, steps: int, data: list[types.Datum], adam: dict) -> list[floa
 
 
 def supervised(url: str, given: dict) -> dict:
-    """Train on given batches, one for each step."""
     client = service(url).create_lora_training_client("base", **given["lora"]).result()
     values = []
     for batch in given["batches"]:

@@ -30,7 +30,6 @@ def at_once(server, hold):
 
 @pytest.fixture
 def limit(monkeypatch):
-    """Set the most inputs of a pass."""
     return lambda inputs: monkeypatch.setattr(models_module, "MOST_INPUTS", inputs)
 
 
@@ -51,7 +50,6 @@ def computed(server, monkeypatch):
 
 
 def sent(client, model: str, data: list, *args, **options) -> dict:
-    """Send a request for a forward pass; return the answer that names it."""
     body = forward_request(model, data, *args, **options)
     status, _, content = client.server.request("POST", "/api/v1/forward_backward", body, PROTO)
     assert status == 200
@@ -84,30 +82,23 @@ def test_the_passes_of_several_models_take_turns(client, other, datum, computed,
     assert all(inputs <= 32 for _, inputs in computed)
 
 
-def test_health_counts_passes(client, server, datum, limit):
-    limit(32)
-    model = client.create()
-    client.forward(model, [shorter(datum, 8)] * 12)
-    load = {"models": 1, "waiting": 0, "passes": 3}
-    assert server.json("GET", "/health")[1]["training"] == load
-
-
-def test_passes_of_a_request_add_up(client, datum, limit):
+def test_passes_and_requests_add_up(client, datum, limit):
     """Loss, log-probabilities by row and gradient are those of one pass, up to rounding."""
     rows = [shorter(datum, length) for length in (3, 8, 5)]
 
-    def results() -> tuple:
+    def results(*parts: list) -> tuple:
         model = client.create(seed=1)
-        loss, logprobs = client.forward(model, rows)
-        return loss, logprobs, client.step(model)["metrics"]["grad_norm"]
+        losses, logprobs = zip(*(client.forward(model, part) for part in parts), strict=True)
+        return sum(losses), sum(logprobs, []), client.step(model)["metrics"]["grad_norm"]
 
-    loss, logprobs, norm = results()
+    loss, logprobs, norm = results(rows)
+    requests = results(rows[:1], rows[1:])
     limit(8)
-    split_loss, split_logprobs, split_norm = results()
-    assert split_loss == pytest.approx(loss, rel=1e-5)
-    assert split_norm == pytest.approx(norm, rel=1e-5)
-    for split, whole in zip(split_logprobs, logprobs, strict=True):
-        assert split == pytest.approx(whole, rel=1e-4)
+    for split_loss, split_logprobs, split_norm in (requests, results(rows)):
+        assert split_loss == pytest.approx(loss, rel=1e-5)
+        assert split_norm == pytest.approx(norm, rel=1e-5)
+        for split, whole in zip(split_logprobs, logprobs, strict=True):
+            assert split == pytest.approx(whole, rel=1e-4)
 
 
 def test_requests_of_one_model_stay_in_order(client, datum, at_once):

@@ -74,18 +74,6 @@ def test_results_that_nobody_fetches_do_not_hold_up_the_end(client, server, monk
     asyncio.run_coroutine_threadsafe(end, server.loop).result(SECONDS / 2)
 
 
-def test_the_key(generator, tmp_path):
-    with Training(generator, tmp_path, api_key="tml-secret") as server:
-        for key, status in (
-            ({}, 401),
-            ({"X-API-Key": "tml-other"}, 401),
-            ({"X-API-Key": "tml-secret"}, 200),
-            ({"Authorization": "Bearer tml-secret"}, 200),
-        ):
-            body = {"sdk_version": "0"}
-            assert server.json("POST", "/api/v1/client/config", body, **key)[0] == status
-
-
 def test_limits_of_bodies(server):
     status, answer = server.json("POST", "/api/v1/client/config", {"sdk_version": "0"})
     assert answer["fwdbwd_max_chunk_bytes_count"] == 5_000_000
@@ -94,16 +82,6 @@ def test_limits_of_bodies(server):
     assert server.request("POST", path, b"x" * 10_000_001, PROTO)[0] == 413
     assert server.request("POST", path, {})[0] == 415
     assert server.request("POST", "/api/v1/create_session", b"x", PROTO)[0] == 415
-
-
-def test_what_a_client_asks_first(client, server):
-    assert server.json("GET", "/api/v1/healthz") == (200, {"status": "ok"})
-    status, answer = server.json("GET", "/api/v1/get_server_capabilities")
-    (model,) = answer["supported_models"]
-    assert Path(model["model_name"]) == server.worker.base.path.resolve()
-    assert model["max_context_length"] == 2048
-    assert client.post("telemetry", {"events": []}) == {"status": "accepted"}
-    assert client.post("client/dynamic_config", {"sdk_version": "0"})["sample_cancel_enabled"]
 
 
 def test_a_server_without_training_has_no_such_routes(generator):

@@ -1,10 +1,14 @@
 """Requests of forward passes from bytes to padded batches, and what is wrong with some."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from mlx_packs.errors import PackError
-from mlx_packs.serving.train.losses import LOSSES, _padded, split_passes
+from mlx_packs.serving.train import tinker_pb2
+from mlx_packs.serving.train.losses import LOSSES, split_passes
 from mlx_packs.serving.train.rows import MESSAGES, checked_row, read_forward_request
 from tests.helpers.tinker import forward_request
 
@@ -13,17 +17,13 @@ GOOD = {"target_tokens": [2, 3], "weights": [0.5, 1.0]}
 SAMPLED = {"target_tokens": [2, 3], "logprobs": [-1.0, -2.0], "advantages": [1.0, 0.0]}
 
 
+SCALARS = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12}
+FIELD = re.compile(r"(repeated )?(\w+) (\w+) = (\d+);")
+
+
 def row_of(tokens: list[int], inputs: dict, loss: str = "cross_entropy", context: int = CONTEXT):
     request = read_forward_request(forward_request("m", [(tokens, inputs)], loss))
     return checked_row(0, request.data[0], LOSSES[loss], context, VOCABULARY)
-
-
-def test_a_row():
-    row = row_of([1, 2], GOOD)
-    assert row.tokens.tolist() == [1, 2] and row.targets.tolist() == [2, 3]
-    assert row.inputs["weights"].tolist() == [0.5, 1.0]
-    row = row_of([1, 2], {"target_tokens": [2, 3]})
-    assert row.inputs["weights"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_faulty_rows(tokens, inputs, loss, message):
 
 
 def request_with(field: str) -> bytes:
-    """Return a request that is valid but for one field of its tensor, or of its loss."""
+    """A request that is valid but for one field of its tensor, or of its loss."""
     request = MESSAGES.ForwardBackwardRequest()
     request.ParseFromString(forward_request("m", [([1, 2], GOOD)]))
     tensor = request.data[0].loss_fn_inputs[0].value
@@ -109,7 +109,19 @@ def test_the_rows_of_each_pass():
     assert passes(2048, 300, 160, 300) == [[0, 2, 1]]
 
 
-def test_rows_of_a_pass_are_padded_to_one_width():
-    tokens, positions = _padded([row_of([1] * n, {"target_tokens": [2] * n}) for n in (6, 5)])
-    assert tokens.shape == (2, 8) and tokens[1, 5] == 0
-    assert positions.tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
+def test_the_messages_were_compiled_from_the_proto_file():
+    file = Path(tinker_pb2.__file__).with_name("tinker.proto")
+    declared = {}
+    for name, body in re.findall(r"message (\w+) \{(.*?)\n\}", file.read_text(), re.DOTALL):
+        declared[name] = {
+            (field, int(number), bool(repeated), SCALARS.get(kind, kind))
+            for repeated, kind, field, number in FIELD.findall(body)
+        }
+
+    compiled = {}
+    for name, message in tinker_pb2.DESCRIPTOR.message_types_by_name.items():
+        compiled[name] = {
+            (f.name, f.number, f.is_repeated, f.message_type.name if f.message_type else f.type)
+            for f in message.fields
+        }
+    assert declared == compiled and len(declared) == 13

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.config.lora import LoRAConfig
-from tests.helpers.tinker import ADAM, TinkerClient, likelihoods
+from tests.helpers.tinker import ADAM, PROTO, TinkerClient, forward_request, likelihoods
 
 
 def test_a_model_learns_and_the_base_stays(client, generator, tokens, datum):
@@ -22,6 +22,8 @@ def test_a_model_learns_and_the_base_stays(client, generator, tokens, datum):
         client.step(model, learning_rate=5e-3)
         losses.append(client.forward(model, [datum])[0])
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
+    for faulty in ({"beta1": 1.0}, {"learning_rate": -1}, {"beta3": 0.1}, {"eps": "a"}):
+        client.post("optim_step", {"model_id": model, "adam_params": ADAM | faulty}, 400)
 
     after = generator.call(lambda: likelihoods(generator.base, tokens)).result()
     np.testing.assert_array_equal(after, before)
@@ -47,27 +49,6 @@ def test_an_update_is_that_of_torch_adamw(client, generator, datum):
         return tensor
 
     np.testing.assert_array_equal(np.array(trained[name]), generator.call(fresh).result())
-
-
-def test_gradients_of_several_requests_add_up(client, datum):
-    rows = [datum, (datum[0][:5], {name: values[:5] for name, values in datum[1].items()})]
-    norms = []
-    for parts in ([rows], [rows[:1], rows[1:]]):
-        model = client.create()
-        for part in parts:
-            client.forward(model, part)
-        norms.append(client.step(model)["metrics"]["grad_norm"])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
-
-
-def test_settings_of_an_update(client, datum):
-    model = client.create()
-    client.forward(model, [datum])
-    client.step(model, learning_rate=0.0, grad_clip_norm=1.0)
-    loss, _ = client.forward(model, [datum], forward_only=True)
-    assert loss == client.forward(model, [datum], forward_only=True)[0]
-    for faulty in ({"beta1": 1.0}, {"learning_rate": -1}, {"beta3": 0.1}, {"eps": "a"}):
-        client.post("optim_step", {"model_id": model, "adam_params": ADAM | faulty}, 400)
 
 
 def test_two_models_do_not_mix(client, datum):
@@ -101,3 +82,55 @@ def test_a_failed_step_is_an_error_of_the_server(client, datum, monkeypatch):
     assert [name for name, _ in base.named_modules()] == names and not base.training
     assert client.forward(model, [datum])[0] > 0
     assert client.server.chat("base", "Hi")["choices"]
+
+
+def test_models_that_are_not_there(client, datum):
+    model = client.create()
+    client.call("unload_model", {"model_id": model})
+    for path in ("optim_step", "save_weights", "get_info", "unload_model"):
+        body = {"model_id": model} | ({"adam_params": ADAM} if path == "optim_step" else {})
+        assert client.post(path, body, 404)["error"]["param"] == "model_id"
+    body = forward_request(model, [datum])
+    assert client.server.request("POST", "/api/v1/forward_backward", body, PROTO)[0] == 404
+
+
+def test_requests_that_make_no_model(client):
+    body = {"session_id": client.session, "model_seq_id": 0, "base_model": "other"}
+    assert client.post("create_model", body, 404)["error"]["param"] == "base_model"
+    body["base_model"] = "base"
+    client.post("create_model", body | {"session_id": "x"}, 404)
+    client.post("create_model", body | {"optimizer_config": {"type": "dimuon"}}, 400)
+    client.post("create_model", body | {"lora_config": {"rank": 0}}, 400)
+    client.post("load_weights", {"path": "tinker://a/weights/b", "optimizer": True}, 400)
+    for layers in ("train_attn", "train_mlp"):
+        error = client.post("create_model", body | {"lora_config": {layers: False}}, 400)["error"]
+        assert error["message"] == f"lora_config.{layers}: must be True."
+
+    answer = client.call("create_model", body | {"lora_config": {"rank": 4096}})
+    assert "--rank 4096" in answer["error"] and answer["category"] == "user"
+
+
+def test_models_that_are_made_at_once_are_not_too_many(client, hold):
+    body = {"session_id": client.session, "base_model": "base", "lora_config": {"rank": 4}}
+    with hold():
+        answers = [client.post("create_model", body | {"model_seq_id": i}) for i in range(10)]
+    results = [client.result(answer) for answer in answers]
+    assert ["error" in each for each in results] == [False] * 8 + [True] * 2
+    assert "is the most" in results[-1]["error"]
+
+
+def test_an_unload_finds_the_step_that_is_copied(client, server, hold):
+    body = {"model_id": client.create()}
+    with hold():
+        answers = [client.post(p, body) for p in ("save_weights_for_sampler", "unload_model")]
+    for answer in answers:
+        assert "error" not in client.result(answer)
+    assert server.worker.registry.names == ["base"]
+
+
+def test_the_end_of_a_session(client):
+    model = client.create()
+    client.post("session_heartbeat", {"session_id": client.session})
+    client.post(f"sessions/{client.session}/finish", {"status": "success"})
+    client.post("get_info", {"model_id": model}, 404)
+    client.post("session_heartbeat", {"session_id": client.session}, 410)

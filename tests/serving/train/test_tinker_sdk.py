@@ -27,7 +27,6 @@ ADAM = {"learning_rate": 1e-3}
 
 
 def run_client(scenario: str, url: str, **given: object) -> dict:
-    """Return what a scenario of the SDK prints."""
     command = [sys.executable, str(CLIENT), scenario, url, json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=5 * SECONDS)
     assert done.returncode == 0, done.stderr
@@ -36,7 +35,6 @@ def run_client(scenario: str, url: str, **given: object) -> dict:
 
 @pytest.fixture
 def rows(tokens):
-    """Two rows of which all targets count."""
     cut = [tokens, tokens[: len(tokens) // 2]]
     return [
         {"tokens": row[:-1], "target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)}
@@ -80,24 +78,12 @@ def _rows_of(batch) -> list[dict]:
 
 def test_cross_entropy_is_that_of_packs_train(server, tmp_path, monkeypatch):
     data = write_rows(tmp_path / "data", train=CHATS * 2)
-    settings = {
-        "batch_size": 3,
-        "iters": 8,
-        "lr_schedule": "constant",
-        "warmup_steps": 0,
-        "share_prefix": "off",
-    }
-    train = TrainConfig(
-        seed=7, learning_rate=1e-3, max_seq_length=64, matmul_path="quantized", **settings
-    )
-    batches, losses = trained_batches(
-        monkeypatch,
-        data=data,
-        out=tmp_path / "run",
-        base=first_blocks(2),
-        train=train,
-        lora=LoRAConfig(rank=4, alpha=32.0),
-    )
+    settings = {"batch_size": 3, "iters": 8, "max_seq_length": 64, "matmul_path": "quantized"}
+    settings |= {"lr_schedule": "constant", "warmup_steps": 0, "share_prefix": "off"}
+    run = {"data": data, "out": tmp_path / "run", "base": first_blocks(2)}
+    run["train"] = TrainConfig(seed=7, learning_rate=1e-3, **settings)
+    run["lora"] = LoRAConfig(rank=4, alpha=32.0)
+    batches, losses = trained_batches(monkeypatch, **run)
     adam = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
     adam |= {"weight_decay": 0.01, "grad_clip_norm": 1.0}
     lora = {"rank": 4, "seed": 7, "train_unembed": False}

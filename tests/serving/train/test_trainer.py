@@ -41,7 +41,6 @@ def row(tokens: list[int]) -> Datum:
 
 
 def run(trainer: Trainer, model, backward: bool = True, rows: tuple = ()):
-    """Compute a pass over some rows, or over one of four tokens."""
     return trainer.run(model, rows or [row([5, 6, 7, 8])], LOSS, backward)
 
 
@@ -104,7 +103,6 @@ def test_each_update_has_its_own_settings(trainer):
 
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "qwen3_moe", "mamba2"])
 def test_other_families_learn(family):
-    """Fused projections, mixtures of experts and recurrent blocks."""
     slots = PackSlots(family_base(family))
     trainer = Trainer(slots)
     model = create(trainer, 2)
