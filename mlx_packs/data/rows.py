@@ -28,7 +28,7 @@ _KNOWN_NAMES = "; ".join(", ".join(names) for names in SPLIT_NAMES.values())
 _HELD_OUT_SHARE = 0.05
 _HELD_OUT_MOST = 100
 # train-00000-of-00008, train_3, part.12
-_SHARD = re.compile(r"(?P<name>.+?)[-_.](?P<number>\d+)(?:-of-\d+)?")
+_SHARD = re.compile(r"(?P<name>.+?)[-_.](?P<number>\d+)(?:-of-(?P<count>\d+))?")
 
 
 @dataclass
@@ -354,16 +354,29 @@ def matching_files(pattern: str) -> list[Path]:
         fault = "no file matches. Check the folder, and quote the pattern."
         raise data_error(pattern, fault, "not-found")
 
+    numbered_shards({file: file.name.split(".")[0] for file in files})
     return files
 
 
 def numbered_shards(stems: dict[Path, str]) -> dict[str, list[Path]]:
     """Return numbered files by their common name, in the order of their numbers.
 
-    ``stems`` has the names of files without their endings.
+    ``stems`` has the names of files without their endings. Missing shards are a PackError.
     """
     shards: dict[str, list[tuple[int, Path]]] = defaultdict(list)
+    numbers: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
     for file, stem in stems.items():
         if match := _SHARD.fullmatch(stem):
-            shards[match["name"]].append((int(match["number"]), file))
+            name, number, count = match.groups(default="0")
+            shards[name].append((int(number), file))
+            numbers[file.parent, name, int(count)].add(int(number))
+
+    for (folder, name, count), present in numbers.items():
+        if len(present) < count:
+            fault = (
+                f"has {len(present)} of the {count} shards of {name}. Complete the download, or "
+                "rename the files without '-of-'."
+            )
+            raise file_error(folder, fault, "not-found")
+
     return {name: [file for _, file in sorted(numbered)] for name, numbered in shards.items()}

@@ -103,6 +103,9 @@ def _describe(trainable: Trainable, display: Display, base_weights: int) -> None
     share = f"{100 * count / base_weights:.3g} % of {shown_count(base_weights)}"
     text = f"{count:,} trainable parameters ({share}) · {trainable.details}"
     display.line(trainable.method, text, VERBOSE)
+    for group in trainable.groups:
+        for geometry in group.members:
+            display.line("", geometry.describe(), VERBOSE)
 
     for note in trainable.notes:
         display.line("note", note)

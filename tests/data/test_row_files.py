@@ -232,6 +232,14 @@ def test_shards_of_a_folder_are_splits_in_the_order_of_their_numbers(tmp_path):
         texts_in(tmp_path / "g")
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_missing_shards_are_counted(tmp_path, first):
+    write_shards(tmp_path / "d", *(f"train-0000{first + i}-of-00003.jsonl" for i in (0, 2)))
+    for data in (tmp_path / "d", tmp_path / "d" / "*.jsonl"):
+        with raises("not-found", "data", "has 2 of the 3 shards of train"):
+            texts_in(data)
+
+
 def test_files_by_a_pattern_are_training_data_in_the_order_of_their_names(tmp_path):
     write_shards(tmp_path / "d", "b.jsonl", "a.jsonl", "c.md")
     write_shards(tmp_path / "d" / "e" / "f", "a.jsonl")

@@ -39,7 +39,7 @@ SETTINGS = """\
 # By file: what is inserted, and the line that it stands before.
 ENTRIES = {
     "config/choices.py": [(FACTS, '        "distill": TaskFacts(\n')],
-    "config/tasks.py": [(SETTINGS, "    teacher_cache: str | None = _data(\n")],
+    "config/tasks.py": [(SETTINGS, "    teacher_cache: str | None = _teacher(\n")],
 }
 SHORT = "--iters 1 --batch-size 2 --max-seq-length 64 --val-batches 0 --test-batches 1".split()
 SHORT += "--matmul-path dense --metric none".split()

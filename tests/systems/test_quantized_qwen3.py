@@ -104,7 +104,6 @@ def test_each_slice_has_the_rank_that_it_was_given(pack_of_block):
 @pytest.mark.slow
 def test_the_probed_geometry_is_logged(pack_of_block):
     _, printed = pack_of_block
-    assert "7 projections" in printed
     for path, (inputs, outputs) in SHAPES.items():
         width = f"stored width {inputs // 8} = {inputs} x 4 / 32"
         assert f"{BLOCK}.{path}: {inputs} -> {outputs} (affine 4-bit g64, {width})" in printed
