@@ -29,10 +29,16 @@ def adapters(result) -> str:
     return sha256(result.pack.path / ADAPTERS)
 
 
-def test_the_pack_is_the_best_step_and_patience_ends_it(train, monkeypatch):
+@pytest.fixture
+def measured(monkeypatch):
+    """Validations that measure `LOSSES`."""
     monkeypatch.setattr(
         UpdateGuard, "validate", lambda guard, _: StoredScore(LOSSES[guard._state.batches - 1])
     )
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_pack_is_the_best_step_and_patience_ends_it(train):
     run = train(iters=6, patience=2, **ONE)
     assert run.report["batches"] == BEST + 2 and run.report["best_batch"] == BEST
     assert run.pack.manifest["end"] == {
@@ -44,6 +50,17 @@ def test_the_pack_is_the_best_step_and_patience_ends_it(train, monkeypatch):
     assert adapters(train("until", iters=BEST, **ONE)) == adapters(run)
     again = train(iters=6, patience=2, resume=True, **ONE)
     assert again.report["batches"] == BEST + 2 and adapters(again) == adapters(run)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("measured")
+def test_a_better_earlier_batch_is_said_and_a_finished_run_can_take_it(train):
+    plain = train(iters=5, keep_last=-1, **EACH)
+    (note,) = [line for line in train.lines if line.startswith("note") and "--load-best" in line]
+    assert f"at batch {BEST} " in note and "at batch 4:" in note
+    assert "end" not in plain.pack.manifest
+    resumed = train(iters=5, keep_last=-1, load_best=True, resume=True, **EACH)
+    assert resumed.report["best_batch"] == BEST
 
 
 def test_the_time_that_a_run_was_given_ends_it_with_a_pack(train, monkeypatch):

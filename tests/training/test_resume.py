@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from mlx_packs.files import exclusive_writer
 from mlx_packs.reading import sealed, sha256
 from mlx_packs.runtime import mx
 from mlx_packs.training.run_folder import RunFolder, output_folders
+from mlx_packs.training.state import TrainingState
 from tests.helpers.damage import renew_hashes
 from tests.helpers.errors import check, raises
 from tests.helpers.runs import LORA, TRAIN
@@ -74,6 +75,26 @@ def test_resume_rejects_a_damaged_optimizer(trained_copy, resumed, change, names
     renew_hashes(file.parent)
     with raises("mismatch", None, "optimizer.safetensors", *names):
         resumed()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"more": 1}, {"batches": True}, {"updates": -1}, {"train_s": float("nan")}]
+)
+def test_a_damaged_training_state_is_rejected(trained_copy, wrong):
+    shutil.rmtree("o-run/step-000001")
+    state = asdict(TrainingState(batches=2, updates=2)) | wrong
+    renew_hashes(Path("o-run/step-000002"), state)
+    with raises("unreadable", None, "step-000002", "state.json"):
+        RunFolder(Path("o-run")).resume_point()
+
+
+def test_resume_names_the_file_whose_recipe_is_damaged(trained_copy, run):
+    file = trained_copy / "o-run" / "config.json"
+    identity = json.loads(file.read_text())
+    identity["recipe"]["rank"] = "x"
+    file.write_text(json.dumps(sealed(identity)))
+    run("train", "--out", "o", "--resume")
+    check(run.error, "invalid", "rank", "o-run/config.json: rank: ")
 
 
 def test_a_run_records_the_matmul_path_that_auto_chose(shared_tiny, trained_copy):
