@@ -1,4 +1,4 @@
-"""Checkpoints whose files were changed."""
+"""The tensors of checkpoints, and what changes them."""
 
 import json
 from collections.abc import Callable
@@ -20,3 +20,16 @@ def change_tensors(folder: Path, change: Callable[[dict[str, mx.array]], object]
     tensors = mx.load(file)
     change(tensors)
     mx.save_safetensors(file, tensors, {"format": "mlx"})
+
+
+def tensors_of(folder: Path) -> dict[str, mx.array]:
+    """Load the tensors of a checkpoint of any number of files."""
+    files = folder.glob("model*.safetensors")
+    return {name: tensor for file in files for name, tensor in mx.load(str(file)).items()}
+
+
+def overwrite(file: Path, at: int, data: bytes) -> None:
+    """Write bytes over those of a file from a place on."""
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(data)

@@ -55,18 +55,14 @@ def test_a_template_without_end_or_measure_is_stopped(with_template, small_limit
 
 FAULTS = {
     "{% for %}": ("unreadable", "line 1"),
-    "{{ 'a' }": ("unreadable", "line 1"),
     "{{ nobody.name.first }}": ("data", "nobody"),
     "{{ raise_exception('Roles must alternate') }}": ("data", "Roles must alternate"),
     "{{ ''.__class__.__mro__ }}": ("unreadable", "__class__"),
     "{{ messages.append(1) }}": ("unreadable", "append"),
     "{{ 1 / 0 }}": ("data", "division"),
-    "{{ messages[0] + 1 }}": ("data", ""),
     "{{ [] | first | upper | nothing }}": ("unreadable", "nothing"),
     "{% include '/etc/passwd' %}": ("data", ""),
-    "{% extends 'x' %}": ("data", ""),
     "{{ '\\ud800' }}": ("data", ""),
-    "(" * 5000 + "{{" + "(" * 5000: ("unreadable", ""),
     "{{ " + "not " * 50_000 + "1 }}": ("unreadable", "end"),
 }
 
@@ -125,9 +121,8 @@ def test_what_templates_use_is_rendered_as_by_transformers(with_template):
 
 
 def test_a_long_conversation_is_within_the_limits(with_template):
-    tokenizer = with_template(
-        "{% for m in messages %}{{ m.content | replace('a', 'bb') }}{% endfor %}"
-    )
+    doubled = "{% for m in messages %}{{ m.content | replace('a', 'bb') }}{% endfor %}"
+    tokenizer = with_template(doubled)
     messages = [{"role": "user", "content": "a" * 1000}] * 5000
     assert len(render_chat(tokenizer, messages)) == 10**7
 

@@ -161,11 +161,8 @@ def of_group(part, **changes):
 
 UNSUPPORTED = {
     "fp8": (edited(format="float-quantized"), "float-quantized"),
-    "mixed": (edited(format="mixed-precision"), "mixed-precision"),
     "no format": (edited(format=None), "nvfp4-pack-quantized"),
     "groups": (of_group("weights", group_size=32), "group_size"),
-    "bits": (of_group("weights", num_bits=8), "num_bits"),
-    "zero points": (of_group("weights", symmetric=False), "symmetric is False"),
     "outputs": (of_group("output_activations", num_bits=8), "output_activations"),
     "rotations": (edited(transform_config={"config_groups": {}}), "transform_config"),
     "sparse": (edited(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24"),
@@ -222,14 +219,10 @@ def replaced(part, value):
 
 
 TENSORS = {
-    "no scale": (without("weight_scale"), "weight_scale"),
-    "no codes": (without("weight_packed"), "weight_packed"),
     "no global scale": (without("weight_global_scale"), "weight_global_scale"),
     "fewer scales": (replaced("weight_scale", lambda a: a[:, :-1]), "weight_scale"),
     "fewer rows": (replaced("weight_packed", lambda a: a[:-1]), "weight_scale"),
-    "two global scales": (replaced("weight_global_scale", lambda a: np.tile(a, 2)), "global_scale"),
     "NaN": (replaced("weight_global_scale", lambda a: a * np.float32("nan")), "global_scale"),
-    "zero": (replaced("weight_global_scale", lambda a: a * 0), "global_scale"),
     "NaN of scales": (replaced("weight_scale", lambda a: a | 0x7F), "NaN"),
     "another width": (
         lambda tensors: [

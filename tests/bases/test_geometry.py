@@ -25,19 +25,6 @@ QWEN3_4B = {
 }
 
 
-def packed(out: int, width: int, bits=4, group_size=64, mode="affine", bias=False) -> nn.Module:
-    """A quantized linear of zeros with a stored weight of [out, width]."""
-    linear = nn.QuantizedLinear(64, 1, bias=bias, bits=bits, group_size=group_size, mode=mode)
-    groups = width * 32 // bits // group_size
-    linear.weight = mx.zeros((out, width), mx.uint32)
-    linear.scales = mx.zeros((out, groups), linear.scales.dtype)
-    if mode == "affine":
-        linear.biases = mx.zeros((out, groups))
-    if bias:
-        linear.bias = mx.zeros((out,))
-    return linear
-
-
 @pytest.fixture(scope="module")
 def qwen3_4b():
     """One block of Qwen3-4B in 4 bits; the weights stay unevaluated, only shapes matter."""
@@ -61,9 +48,6 @@ def test_probe_stored_width_320_is_an_input_of_2560(qwen3_4b):
 @pytest.mark.parametrize(
     ("wrong", "projection", "shapes"),
     [
-        ({"num_attention_heads": 16}, "q_proj", ("[4096, 2560]", "[2048, 2560]")),
-        ({"num_key_value_heads": 32}, "k_proj", ("[1024, 2560]", "[4096, 2560]")),
-        ({"head_dim": 80}, "v_proj", ("[1024, 2560]", "[640, 2560]")),
         ({"hidden_size": 320}, "o_proj", ("[2560, 4096]", "[320, 4096]")),
         ({"intermediate_size": 9216}, "down_proj", ("[2560, 9728]", "[2560, 9216]")),
     ],
@@ -91,14 +75,9 @@ def test_probe_finds_the_input_of_every_packing(mode, bits, group_size):
 
 
 def with_tensor(name: str, *shape: int) -> nn.Module:
-    linear = packed(40, 16, bias=True)  # 128 inputs, 2 groups
-    linear[name] = mx.zeros(shape, linear[name].dtype)
-    return linear
-
-
-def without_zero_points() -> nn.Module:
-    linear = packed(40, 16)
-    linear.biases = None
+    """A quantized linear of 128 inputs, 2 groups, whose tensor has another shape, or is missing."""
+    linear = nn.QuantizedLinear(128, 40, bits=4, group_size=64)
+    setattr(linear, name, mx.zeros(shape, linear[name].dtype) if shape else None)
     return linear
 
 
@@ -106,13 +85,10 @@ def without_zero_points() -> nn.Module:
     ("linear", "names"),
     [
         (with_tensor("scales", 40, 3), ("group 64", "scales [40, 2]", "[40, 3]")),
-        (with_tensor("scales", 20, 2), ("scales [40, 2]", "[20, 2]")),
-        (with_tensor("biases", 40, 1), ("biases [40, 2]", "[40, 1]")),
         (with_tensor("bias", 41), ("bias [41]", "40")),
         (with_tensor("weight", 40, 17), ("weight [40, 17]", "4 bits", "group 64", "scales")),
         (with_tensor("weight", 2, 40, 16), ("2 axes", "[2, 40, 16]")),
-        (packed(40, 16, bits=3), ("3 bits",)),
-        (without_zero_points(), ("biases [40, 2]", "None")),
+        (with_tensor("biases"), ("biases [40, 2]", "None")),
     ],
 )
 def test_probe_names_the_tensor_that_contradicts(linear, names):

@@ -9,18 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from huggingface_hub import constants
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mlx_packs.bases.files import (
-    quantization_name,
-    resolve_checkpoint,
-    stored_quantization,
-)
+from mlx_packs.bases.files import resolve_checkpoint, weight_files
+from mlx_packs.bases.fingerprint import fingerprint
+from mlx_packs.bases.loading import lazy_base
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.quantized import quantized_modules
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
-from tests.bases.changes import set_keys
+from tests.bases.changes import set_keys, tensors_of
 from tests.helpers.checkpoints import write_stored
 from tests.helpers.errors import raises
 
@@ -49,20 +48,11 @@ def no_network(monkeypatch):
 
 
 @pytest.fixture
-def hub_cache(tmp_path, monkeypatch):
-    """An empty Hugging Face cache; the function puts a checkpoint folder into it as a hub id."""
-    cache = tmp_path / "hub"
-    cache.mkdir()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-
-    def put(repo: str, folder: Path) -> Path:
-        owner, name = repo.split("/")
-        stored = cache / f"models--{owner}--{name}"
-        (stored / "refs").mkdir(parents=True)
-        (stored / "refs" / "main").write_text("0" * 40)
-        return Path(shutil.copytree(folder, stored / "snapshots" / ("0" * 40)))
-
-    return put
+def hub_cache(tmp_path, monkeypatch) -> Path:
+    """An empty Hugging Face cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub").mkdir()
+    return tmp_path / "hub"
 
 
 @pytest.mark.parametrize(
@@ -70,12 +60,11 @@ def hub_cache(tmp_path, monkeypatch):
     [
         {"bits": 4, "shards": 3},
         {"bits": 4, "finer": ["model.layers.1.mlp.down_proj"]},
-        {"bits": 4, "dtype": mx.bfloat16},
         {"dtype": mx.bfloat16},
         {"dtype": mx.float16},
         {"dtype": mx.float32},
     ],
-    ids=["sharded", "mixed", "4bit_bf16", "bf16", "fp16", "fp32"],
+    ids=["sharded", "mixed", "bf16", "fp16", "fp32"],
 )
 def test_load_base_computes_what_mlx_lm_computes(checkpoint, stored):
     folder = checkpoint(**stored)
@@ -108,35 +97,10 @@ def test_the_error_of_quantizing_is_measured_and_shown(checkpoint):
 
 
 def test_load_base_rejects_quantizing_twice(checkpoint):
-    with raises("conflict", "quantize", "affine4", "affine 4-bit g32"):
-        load_base(checkpoint(bits=4), quantize="affine4")
-    folder = checkpoint("unsaid", bits=4)
+    folder = checkpoint(bits=4)
     set_keys(folder / "config.json", quantization=None)
     with raises("conflict", "quantize", ".weight is U32"):
         load_base(folder, quantize="nf4")
-
-
-MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
-
-
-def named(method: str, **options) -> dict:
-    return {"quantization_config": {"quant_method": method, **options}}
-
-
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({}, "dense"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "affine 4-bit g64"),
-        ({"text_config": {"quantization": MXFP4}}, "mxfp4 4-bit g32"),
-        (named("fp8"), "fp8"),
-        (named("awq", bits=4, group_size=128), "awq 4-bit g128"),
-        (named("bitsandbytes", load_in_8bit=True), "bitsandbytes 8-bit"),
-        (named("bitsandbytes", bnb_4bit_quant_type="fp4"), "bitsandbytes fp4"),
-    ],
-)
-def test_what_a_checkpoint_is_quantized_as_has_a_name(config, name):
-    assert quantization_name(stored_quantization(config)) == name
 
 
 def test_a_config_that_transformers_rejects_is_one_line(checkpoint):
@@ -169,7 +133,10 @@ def test_load_base_of_a_folder_never_touches_the_network(checkpoint, no_network)
 
 
 def test_load_base_of_a_cached_hub_id_never_touches_the_network(checkpoint, hub_cache, no_network):
-    cached = hub_cache("some/model", checkpoint(shards=2))
+    stored = hub_cache / "models--some--model"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("0" * 40)
+    cached = shutil.copytree(checkpoint(shards=2), stored / "snapshots" / ("0" * 40))
     base = load_base("some/model")
     assert base.path == cached and base.name == "some/model" and no_network == []
     (cached / SHARD).unlink()
@@ -189,8 +156,6 @@ def test_load_base_missing_hub_id_says_what_to_do_at_once(hub_cache, no_network,
     [
         ("Qwen3-4B-4bit", "not-found", "'mlx-community/Qwen3-4B-4bit'"),
         ("a/b/c", "not-found", "owner/name"),
-        ("some/mo del", "not-found", "owner/name"),
-        ("some/m--odel", "not-found", "--"),
         ("x" * 300, "not-found", "owner/name"),
         ("", "invalid", "'tiny'"),
     ],
@@ -243,7 +208,52 @@ def test_load_base_names_folder_and_fault(checkpoint, no_network, fault):
     assert no_network == []
 
 
-def test_resolve_checkpoint_of_a_file_is_rejected(tmp_path):
-    (tmp_path / "base").write_text("x")
-    with raises("unsupported", "model", str(tmp_path / "base")):
-        resolve_checkpoint(tmp_path / "base")
+@pytest.fixture
+def clean(checkpoint):
+    """A checkpoint of two shards."""
+    return checkpoint("clean", shards=2)
+
+
+def zeros(folder):
+    return {name: mx.zeros_like(tensor) for name, tensor in tensors_of(folder).items()}
+
+
+def older_shards(folder):
+    weights = zeros(folder)
+    for i in range(4):
+        part = {name: weights[name] for name in sorted(weights)[i::4]}
+        mx.save_safetensors(str(folder / f"model-{i + 1:05d}-of-00004.safetensors"), part)
+
+
+def older_single_file(folder):
+    mx.save_safetensors(str(folder / "model.safetensors"), zeros(folder))
+
+
+def other_tensors(folder):
+    mx.save_safetensors(str(folder / "model-extra.safetensors"), {"other": mx.zeros((3,))})
+
+
+@pytest.mark.parametrize("add", [older_shards, older_single_file, other_tensors])
+def test_files_that_the_index_does_not_name_are_not_read(clean, tmp_path, add, caplog):
+    mixed = shutil.copytree(clean, tmp_path / "mixed")
+    add(mixed)
+    assert [f.name for f in weight_files(mixed)] == [f.name for f in weight_files(clean)]
+    assert fingerprint(mixed) == fingerprint(clean)
+
+    plain, loaded = load_base(clean), load_base(mixed)
+    expected = dict(tree_flatten(plain.model.parameters()))
+    for base in (loaded, lazy_base(mixed)):
+        weights = dict(tree_flatten(base.model.parameters()))
+        assert set(weights) == set(expected)
+        assert all(mx.array_equal(weights[name], w).item() for name, w in expected.items())
+    assert loaded.summary() == plain.summary().replace("clean", "mixed")
+    assert "not read" in caplog.text
+
+
+@pytest.mark.parametrize("add", [older_shards, older_single_file])
+def test_without_an_index_a_tensor_in_two_files_is_rejected(clean, add):
+    (clean / "model.safetensors.index.json").unlink()
+    load_base(clean)
+    add(clean)
+    with raises("conflict", "model", "clean", "model-00001-of-0000"):
+        load_base(clean)

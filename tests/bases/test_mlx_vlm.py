@@ -4,7 +4,6 @@
 """
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +14,12 @@ from mlx_lm.generate import generate_step
 from mlx_packs import train_pack
 from mlx_packs.bases import model_classes, unsupported
 from mlx_packs.bases.families import facts_of
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.choices import package_of
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.packs.base import load_base
 from mlx_packs.runtime import mx
 from tests.bases.test_families import check_step
+from tests.helpers.checkpoints import write_files
 from tests.helpers.errors import raises
 from tests.helpers.families import OF_MLX_VLM, build, config_of, family_base
 from tests.helpers.rows import CHATS, write_rows
@@ -30,7 +29,6 @@ from tests.inference.test_families import test_a_batch_equals_each_alone as chec
 pytestmark = pytest.mark.interop
 
 TOKENS = mx.array([[(5 * i + 3) % 120 for i in range(20)]])
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write_checkpoint(folder: Path, family: str, vocabulary: int = 128) -> Path:
@@ -40,14 +38,7 @@ def write_checkpoint(folder: Path, family: str, vocabulary: int = 128) -> Path:
         if "vocab_size" in part:
             part["vocab_size"] = vocabulary
     model, _ = build(family, config)
-
-    folder.mkdir()
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in TOKENIZER:
-        shutil.copy(tiny_checkpoint() / name, folder / name)
-    return folder
+    return write_files(folder, dict(tree_flatten(model.parameters())), config)
 
 
 def logits_there(folder: Path, adapter: Path | None = None) -> mx.array:

@@ -59,9 +59,8 @@ def test_a_prompt_and_its_completion_are_joined_as_trl_joins_them(bare):
 def test_roles_need_a_template(bare, row):
     with raises("unsupported", "chat_template", "rows:1", "chatml"):
         example(bare.tokenizer, row)
-    turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     with raises("unsupported", "messages"):
-        chat_prompt(bare, turns)
+        chat_prompt(bare, [{"role": "system", "content": "a"}, *ROLES["messages"][:1]])
 
 
 def test_a_template_by_name_by_file_and_by_its_text(bare, tmp_path):
@@ -81,13 +80,6 @@ def test_a_template_replaces_the_one_of_the_base(shared_tiny):
     assert shared_tiny.tokenizer.decode(tokens) == text
     with raises("data", None, "rows:1", "one prompt and one completion"):
         example(shared_tiny.tokenizer, {**CAPITAL, "system": "Short."}, chat_template="plain")
-
-
-@pytest.mark.parametrize("value", ["absent.jinja", ".", "llama3", ""])
-def test_what_is_no_template(value, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with raises("invalid", "chat_template", "--chat-template", "chatml"):
-        DataConfig(chat_template=value)
 
 
 def test_templates_that_a_base_cannot_have(bare, monkeypatch):

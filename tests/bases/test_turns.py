@@ -1,8 +1,11 @@
-"""What ends an answer, where the template is, and BOS once: exact tokens and texts."""
+"""What ends an answer, where the template is, and BOS once: exact tokens and texts, also of families."""
 
 import json
+from itertools import groupby
+from operator import itemgetter
 
 import pytest
+from transformers import AutoTokenizer
 
 from mlx_packs import load_base
 from mlx_packs.bases.chat_template import render_chat
@@ -23,7 +26,6 @@ from tests.helpers.bases import copy_tiny
 from tests.helpers.rows import chat
 
 OPEN = "{% for m in messages %}{{ ('<|im_start|>' if m.role == 'user' else '<tool_call>') + '\n' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<tool_call>\n' }}{% endif %}"
-PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 EMPTY_THOUGHT = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n</think>' }}{% endif %}"
 CALLS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}{{ 'END' if m.tool_calls else '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 TURNS = [
@@ -50,16 +52,11 @@ def learned(tokenizer, row, loss_on=None):
     return tokenizer.decode(item.tokens[item.target].tolist()), item.tokens.tolist()
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"messages": TURNS}, "blue<|im_start|>blue blue<|im_start|>"),
-        ({"prompt": "Say blue.", "completion": "blue"}, "blue<|im_start|>"),
-    ],
-)
-def test_the_mark_of_the_next_turn_ends_the_last_answer(folder, row, expected):
+def test_the_mark_of_the_next_turn_ends_the_last_answer(folder):
     tokenizer = loaded(folder, OPEN)
-    assert learned(tokenizer, row)[0] == expected
+    row = {"prompt": "Say blue.", "completion": "blue"}
+    assert learned(tokenizer, row)[0] == "blue<|im_start|>"
+    assert learned(tokenizer, {"messages": TURNS})[0] == "blue<|im_start|>blue blue<|im_start|>"
     assert tokenizer.convert_tokens_to_ids("<|im_start|>") in tokenizer.eos_token_ids
     assert "<|im_start|> is put behind it" in answer_end_note(tokenizer)
 
@@ -122,18 +119,6 @@ def test_an_empty_thought_in_the_prompt_leaves_completions_trainable(folder):
     text, tokens = learned(tokenizer, {"instruction": "Say blue.", "output": "blue"})
     chat, same = learned(tokenizer, {"messages": TURNS[:2]}, "assistant")
     assert (text, tokens) == ("blue<|im_end|>\n", same) and chat == "blue<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    "row", [{"messages": TURNS[:2]}, {"prompt": "Say blue.", "completion": "blue"}]
-)
-def test_the_prompt_in_training_is_the_prompt_in_use(folder, row):
-    tokenizer = loaded(folder, PLAIN)
-    prompt = tokenizer.encode("user: Say blue.\nassistant: ", add_special_tokens=False)
-    assert learned(tokenizer, row)[1] == [
-        *prompt,
-        *tokenizer.encode("blue<|im_end|>", add_special_tokens=False),
-    ]
 
 
 @pytest.fixture
@@ -208,8 +193,6 @@ SWITCH = "{% if enable_thinking is defined %}Thinking is {{ enable_thinking }}.{
     [
         ({"enable_thinking": False}, None, "False"),
         ({}, {"enable_thinking": False}, "False"),
-        ({"enable_thinking": None}, None, None),
-        ({"enable_thinking": False}, {"enable_thinking": None}, "False"),
         ({"enable_thinking": False}, {"enable_thinking": True}, "True"),
     ],
 )
@@ -318,3 +301,57 @@ def test_a_rendered_prompt_is_known_by_a_mark_that_is_no_token(folder):
     with pytest.raises(PackError, match=r"'\[INST\]'"):
         learned(loaded(folder, INST), chat("[INST] Say blue. [/INST]", "blue"))
     assert learned(loaded(folder, INST), chat("Say blue.", "blue"))[0] == " blue<|im_end|>"
+
+
+# The chat templates of five families as they are published.
+LLAMA_3 = """\
+{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+MISTRAL = """\
+{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}{{- bos_token }}{%- for message in loop_messages %}{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('After the optional system message, conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}{%- if message['role'] == 'user' %}{%- if loop.first and system_message is defined %}{{- '[INST] ' + system_message + '\\n\\n' + message['content'] + '[/INST]' }}{%- else %}{{- '[INST] ' + message['content'] + '[/INST]' }}{%- endif %}{%- elif message['role'] == 'assistant' %}{{- ' ' + message['content'] + eos_token }}{%- endif %}{%- endfor %}"""
+GEMMA_2 = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"""
+PHI_3 = """\
+{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\\n' + message['content'] + '<|end|>\\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\\n' + message['content'] + '<|end|>\\n'}}{% elif message['role'] == 'assistant' %}{{'<|assistant|>\\n' + message['content'] + '<|end|>\\n'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+SMOLLM2 = """\
+{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# template, what ends an answer, the tokenizer's BOS and EOS, whether it takes a system message
+FAMILIES = {
+    "llama 3": (LLAMA_3, "<|eot_id|>", "<|begin_of_text|>", "<|eot_id|>", True),
+    "mistral": (MISTRAL, "</s>", "<s>", "</s>", True),
+    "gemma 2": (GEMMA_2, "<end_of_turn>", "<bos>", "<eos>", False),
+    "phi 3": (PHI_3, "<|end|>", "<s>", "<|end_of_text|>", True),
+    "smollm2": (SMOLLM2, "<|im_end|>", "<|im_start|>", "<|im_end|>", True),
+}
+MARKS = "<|start_header_id|> <|end_header_id|> [INST] [/INST] <start_of_turn> <|system|> <|user|> <|assistant|>"
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_targets_prompts_and_bos_are_those_of_a_published_template(folder, family):
+    template, end, bos, eos, takes_system = FAMILIES[family]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    extra = [mark for mark in [*MARKS.split(), end] if mark not in (bos, eos)]
+    tokenizer.add_special_tokens({"bos_token": bos, "eos_token": eos})
+    tokenizer.add_special_tokens({"additional_special_tokens": extra})
+    tokenizer.save_pretrained(folder)
+    tokenizer = loaded(folder, template)
+
+    messages = [SYSTEM, *TURNS] if takes_system else TURNS
+    rows = [Row("r:1", {"messages": messages})]
+    (item,) = encode(rows, tokenizer, DataConfig(), EncodingOptions()).items
+    tokens, target = item.tokens.tolist(), item.target.tolist()
+    stretches = groupby(zip(tokens, target, strict=True), key=itemgetter(1))
+    texts = [
+        tokenizer.decode([token for token, _ in each]) for is_target, each in stretches if is_target
+    ]
+    after_last = "\n<|end_of_text|>"  # phi's template ends a text, as well as its last answer
+    texts = [text.removesuffix(after_last).strip() for text in texts]
+    assert texts == [f"blue{end}", f"blue blue{end}"]
+    assert tokenizer.convert_tokens_to_ids(end) in tokenizer.eos_token_ids
+
+    prompt = tokenizer.apply_chat_template(messages[:-3], add_generation_prompt=True, tokenize=True)
+    assert tokens[: target.index(True)] == list(prompt)
+
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokens.count(tokenizer.convert_tokens_to_ids(bos)) == text.count(bos)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
@@ -10,8 +9,9 @@ from mlx_packs import load_base
 from mlx_packs.bases.model import weight_map
 from mlx_packs.reading import read_header
 from mlx_packs.runtime import mx
+from tests.bases.changes import tensors_of
 from tests.helpers.checkpoints import merged, write_checkpoint, write_files
-from tests.helpers.models import base_of, model_of
+from tests.helpers.models import model_of
 from tests.helpers.packs import random_pack
 
 
@@ -41,10 +41,6 @@ def keys_of(pack) -> dict:
     return {m["path"]: m.get("base_key") for m in pack.manifest["adapters"]["modules"]}
 
 
-def content(folder: Path) -> dict:
-    return {n: t for f in folder.glob("model*.safetensors") for n, t in mx.load(str(f)).items()}
-
-
 MADE = {"gpt2": ("c_attn", "attn.c_proj"), "qwen2_vl": ("q_proj",)}
 
 
@@ -57,7 +53,7 @@ def test_merge_changes_exactly_the_tensors_of_the_manifest(family, tmp_path, run
     assert len(keys) == len(pack.specs) and None not in keys
     report = merged(pack, base, tmp_path / "out", dtype="float32")
     assert report["names"] == "base"
-    before, after = content(base), content(tmp_path / "out")
+    before, after = tensors_of(base), tensors_of(tmp_path / "out")
     assert list(map(str, sorted(before))) == sorted(after)
     assert {n for n in before if not mx.array_equal(before[n], after[n])} == keys
     assert all(before[n].shape == after[n].shape for n in before)
@@ -84,11 +80,3 @@ def test_what_is_not_certain_is_not_said():
     assert weight_map({"a.weight": a}, {"anything.weight": a}) == {"anything.weight": "a.weight"}
     experts = {f"m.experts.{e}.up_proj.weight": mx.zeros((3, 2)) for e in range(3)}
     assert weight_map(experts, {"m.switch_mlp.up_proj.weight": mx.zeros((2, 3, 2))}) == {}
-
-
-def test_a_model_made_in_memory_says_nothing(tmp_path):
-    base = base_of("llama")
-    nn.quantize(base.model, group_size=32)
-    assert keys_of(random_pack(base).save(tmp_path / "pack")) == dict.fromkeys(
-        keys_of(random_pack(base_of("llama")).save(tmp_path / "other"))
-    )

@@ -1,12 +1,10 @@
 """`packs data`: what a data set is, and the splits that it writes."""
 
 import json
-import shutil
 
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data.rows import load_rows
 from tests.helpers.bases import small_base
@@ -138,29 +136,6 @@ def test_training_rows_are_left_where_splits_are_written(here, report_of, lines,
     assert load_rows(DataConfig(data="w")).present() == list(written)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "flag"),
-    [
-        (("bad.jsonl",), "data", None),
-        (("tiny", "--overwrite"), "conflict", "overwrite"),
-        (("tiny", "--loss-on", "nothing"), "unknown", "loss_on"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_line(here, run, arguments, code, flag):
-    (here / "bad.jsonl").write_text('{"x": 1}\n')
-    assert run("data", *arguments)[0] == 2
-    check(run.error, code, flag)
-
-
-def test_a_template_without_an_end_is_named(here, report_of):
-    base = shutil.copytree(tiny_checkpoint(), here / "base")
-    template = "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    (base / "chat_template.jinja").write_text(template)
-    write_rows(here, only=[chat("a", "b")] * 4)
-    notes = report_of("only.jsonl", "--model", base)["notes"]
-    assert any("<|im_end|> is put behind it" in note for note in notes)
-
-
 ROWS_OF_TASKS = {
     "classify": lambda i: {"text": "a note " * (i + 1), "label": "abc"[i % 3]},
     "kto": lambda i: {"prompt": f"Say {i}.", "completion": "x " * i + "y", "label": i % 3 == 0},
@@ -204,15 +179,6 @@ def test_without_a_task_the_columns_suggest_one(here, run, report_of):
     assert code == 2 and "--task classify" in err
     code, _, err = run("train", "--model", "tiny", "--data", "c", "--out", "out")
     assert code == 2 and "--task classify" in err and not (here / "out-run").exists()
-
-
-def test_rows_of_another_task_are_rejected(here, run):
-    write_rows(here / "p", train=[ROWS_OF_TASKS["dpo"](i) for i in range(6)])
-    for task in ("lm", "classify", "kto", "rerank"):
-        code, _, err = run("data", "p", "--task", task)
-        assert code == 2 and "train.jsonl:1" in err, task
-    code, _, err = run("data", "p", "--task", "nothing")
-    assert code == 2 and "--task" in err and "nothing" in err
 
 
 def test_pairs_have_the_tokens_of_an_encoder(here, report_of, encoder):

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.main import packs
 from mlx_packs.errors import PackError
+from tests.helpers.checkpoints import write_dense
 
 TEXTS = Path(__file__).with_name("error_texts.txt")
 UPDATE = bool(os.environ.get("MLX_PACKS_UPDATE_TEXTS"))
@@ -30,6 +31,9 @@ FILES = {
     "typo.yaml": "learnin_rate: 1\n",
     "nested.yaml": "lora_parameters: {rnak: 1}\n",
     "zero.yaml": "rank: 0\n",
+    "half.yaml": "double_quant: false\n",
+    "other_half.yaml": "quantize: nf4\n",
+    "alone/valid.jsonl": '{"text": "a b c"}\n',
 }
 
 
@@ -46,11 +50,14 @@ def texts() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def mistakes(trained, tmp_path_factory) -> Path:
-    """A folder with rows in ``d``, a pack ``o``, a run ``o-run``, and files with mistakes."""
+def mistakes(trained, encoder, tmp_path_factory) -> Path:
+    """A folder with rows in ``d``, a pack ``o``, a run ``o-run``, bases, and files with mistakes."""
     folder = tmp_path_factory.mktemp("texts")
     shutil.copytree(trained, folder, dirs_exist_ok=True)
     shutil.copytree(tiny_checkpoint(), folder / "base")
+    shutil.copytree(encoder, folder / "encoder")
+    write_dense(folder / "dense")
+    (folder / "alone").mkdir()
     (folder / "other").mkdir()
     (folder / "other" / "thesis.txt").write_text("mine")
     for name, content in FILES.items():

@@ -14,7 +14,7 @@ from mlx_packs.cli.output import exit_if_failed
 from mlx_packs.inference import generate as generation
 from mlx_packs.terminal import printable_text
 from tests.helpers.packs import BASE, edit_manifest, write_pack
-from tests.helpers.rows import write_rows
+from tests.helpers.rows import chat, write_rows
 
 HOSTILE = "x\x1b]0;owned\x07\x9b31m\u202ey\u2066\u200f"
 SAFE = "x?]0;owned??31m?y??"
@@ -52,10 +52,7 @@ def test_rows_and_templates_cannot_steer_the_terminal(here, run, json_flag):
     (base / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     (base / "chat_template.jinja").write_text(template, encoding="utf-8")
 
-    row = {
-        "messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": "b"}]
-    }
-    write_rows(here / HOSTILE, train=[row] * 4)
+    write_rows(here / HOSTILE, train=[chat(HOSTILE, "b")] * 4)
 
     command = ("train", "--model", "base", "--data", here / HOSTILE, "--show-mask", *json_flag)
     code, out, err = run(*command)

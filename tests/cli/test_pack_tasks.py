@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 
 from mlx_packs.adapters.spec import SCORE_WEIGHT
-from mlx_packs.cli.classify import _value
 from mlx_packs.errors import PackError
 from mlx_packs.packs.making import untrained_pack
 from mlx_packs.packs.pack import Pack
@@ -20,6 +19,7 @@ from mlx_packs.runtime import mx
 from mlx_packs.serving.registry import PackRegistry
 from tests.helpers.errors import check, raises
 from tests.helpers.packs import random_pack
+from tests.helpers.rows import write_rows
 
 LABELS = {"problem_type": "single_label_classification", "labels": ["a", "b"], "temperature": 1.0}
 # Of each kind of pack: the rows of its head, other parts of its manifest.
@@ -54,32 +54,23 @@ def packs(shared_tiny, tmp_path_factory) -> dict[str, Pack]:
     return saved
 
 
-@pytest.fixture
-def rows(tmp_path):
-    file = tmp_path / "d.jsonl"
-    file.write_text('{"text": "a b c"}\n' * 4)
-    return file
-
-
-def commands_of_text(pack, rows) -> dict[str, list]:
-    return {
+@pytest.mark.parametrize("kind", TEXTLESS)
+def test_commands_that_generate_reject_packs_without_text(packs, tmp_path, run, kind):
+    write_rows(tmp_path, d=[{"text": "a b c"}] * 4)
+    pack = packs[kind].path
+    commands = {
         "generate": ["--pack", pack, "--prompt", "a"],
         "chat": ["--pack", pack],
-        "eval-batch": [pack, "--data", rows],
+        "eval-batch": [pack, "--data", tmp_path / "d.jsonl"],
         "eval-tasks": [pack, "--tasks", "x"],
         "serve": ["--pack", pack, "--task", "lm", "--port", "0"],
     }
-
-
-@pytest.mark.parametrize("kind", TEXTLESS)
-def test_commands_that_generate_reject_packs_without_text(packs, rows, run, kind):
-    described, instead = USES[kind]
-    for command, arguments in commands_of_text(packs[kind].path, rows).items():
+    for command, arguments in commands.items():
         if (command, kind) == ("serve", "classify"):  # which answers /v1/classify
             continue
         code, out, err = run(command, *arguments)
         assert (code, len(err.splitlines()[-1:])) == (2, 1), (command, out, err)
-        check(run.error, "unsupported", None, str(packs[kind].path), described, instead)
+        check(run.error, "unsupported", None, str(pack), *USES[kind])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "classify"])
@@ -179,10 +170,16 @@ def test_classify_reads_and_writes_tables(packs, run, tmp_path):
     assert all(0 < float(row["probability"]) <= 1 for row in rows)
 
     lines = tmp_path / "lines.txt"
-    lines.write_text('hello, you\n\n"a \\"b\\""\n')
-    code, text, _ = run("classify", "--pack", packs["classify"].path, "--data", lines)
+    lines.write_text('hello, you\n\n"a \\"b\\""\n12345\nnull\n')
+    classify = ("classify", "--pack", packs["classify"].path, "--data", lines)
+    code, text, _ = run(*classify)
     labels = [json.loads(line)["label"] for line in text.splitlines()]
-    assert code == 0 and labels == [row["predicted_label"] for row in rows]
+    assert code == 0 and labels[:2] == [row["predicted_label"] for row in rows]
+    assert len(labels) == 4
+
+    lines.write_text('{"text": \n')
+    assert run(*classify)[0] == 2
+    check(run.error, "unreadable", None, "lines.txt:1")
 
 
 def test_classify_writes_nothing_if_a_row_or_a_file_is_wrong(packs, run, tmp_path):
@@ -197,17 +194,3 @@ def test_classify_writes_nothing_if_a_row_or_a_file_is_wrong(packs, run, tmp_pat
         assert run("classify", pack, "--data", data, "--out", tmp_path / out)[0] == 2
         check(run.error, code, flag, "in.csv:2" if flag is None else out)
     assert [file.name for file in tmp_path.iterdir()] == ["in.csv"]
-
-
-def test_lines_are_texts_or_json():
-    for line, value in (
-        (b"hello there\n", "hello there"),
-        (b'"quoted"\n', "quoted"),
-        (b"12345\n", "12345"),
-        (b"null\r\n", "null"),
-        (b'{"text": "x"}', {"text": "x"}),
-    ):
-        assert _value("stdin:1", line) == value
-
-    with raises("unreadable", None, "stdin:1"):
-        _value("stdin:1", b'{"text": \n')

@@ -89,35 +89,6 @@ def test_a_token_is_made_and_printed_without_a_key(folder, run, monkeypatch, arg
         assert of_page == alone and f"/#token={alone}\n" in out
 
 
-class Process:
-    """A process that runs `packs serve ARGS`; it is killed at the end, should it still run."""
-
-    def __init__(self, folder, *args: str) -> None:
-        command = [sys.executable, "-m", "mlx_packs.cli.main", "serve", "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, "--grace", "1", *args],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> "Process":
-        watchdog = threading.Timer(60, self.process.kill)
-        watchdog.start()
-        announced = self.process.stdout.readline() + self.process.stdout.readline()
-        watchdog.cancel()
-        match = re.search(r"http://127\.0\.0\.1:(\d+)/v1", announced)
-        assert match, self.process.communicate()
-        self.port = int(match[1])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("numbers", "code"),
@@ -128,23 +99,38 @@ def test_signals_end_it_while_a_client_still_reads(folder, numbers, code):
     body = {"model": "base", "prompt": "a", "max_tokens": 4000, "stream": True}
     body["logit_bias"] = {"5": 100}
 
-    with Process(folder, "--pack", "packs/notes") as server:
-        idle = connected(server.port, "GET", "/health")
+    command = [sys.executable, "-m", "mlx_packs.cli.main", "serve", "--port", "0", "--grace", "1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    server = subprocess.Popen(
+        [*command, "--pack", "packs/notes"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        **pipes,
+    )
+    watchdog = threading.Timer(120, server.kill)
+    watchdog.start()
+    try:
+        announced = server.stdout.readline() + server.stdout.readline()
+        port = int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", announced)[1])
+        idle = connected(port, "GET", "/health")
         idle.response.read()  # and keeps its connection
-        stream = connected(server.port, "POST", "/v1/completions", body)
+        stream = connected(port, "POST", "/v1/completions", body)
         assert stream.response.status == 200
         assert stream.response.readline().startswith(b"data: ")
 
         for number in numbers:
-            server.process.send_signal(number)
+            server.send_signal(number)
             time.sleep(0.3 if number != numbers[-1] else 0)
 
-        _, err = server.process.communicate(timeout=60)
+        _, err = server.communicate(timeout=60)
         rest = stream.response.read().splitlines()
         idle.close()
         stream.close()
+    finally:
+        watchdog.cancel()
+        server.kill()
 
-    assert server.process.returncode == code, err
+    assert server.returncode == code, err
     assert "Traceback" not in err and err.splitlines()[-1].startswith("packs: ")
     (last,) = [line for line in rest if line.startswith(b"data: ")][-1:]
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "interrupted"
@@ -157,37 +143,12 @@ def inside(folder, monkeypatch):
     monkeypatch.setattr(serve, "_announce", lambda *_: pytest.fail("it serves"))
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "flag"),
-    [
-        ("--pack nowhere", "not-found", None),
-        ("--packs nowhere", "not-found", "packs"),
-        ("--packs empty", "invalid", None),
-        ("--model nowhere --pack packs/notes", "not-found", None),
-        ("--pack packs/notes --pack notes=packs/law", "conflict", "pack"),
-        ("--pack base=packs/notes", "invalid", "name"),
-        ("--pack packs/notes --kv-memory nonsense", "invalid", "kv_memory"),
-        ("--pack packs/notes --host 192.0.2.1", "busy", "port"),
-        ("--queue -1", "invalid", "queue"),
-        ("--api-key a --no-key", "conflict", "no_key"),
-    ],
-)
-def test_what_cannot_be_served_is_one_line(inside, rejected, folder, args, code, flag):
-    (folder / "empty").mkdir(exist_ok=True)
-    check(rejected("serve", "--port", "0", *args.split()), code, flag)
-
-
 def test_a_port_in_use_is_said_before_anything_is_loaded(inside, rejected, nothing_is_loaded):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         check(rejected("serve", "--port", port, "--pack", "packs/notes"), "busy", "port", str(port))
-
-
-def test_a_pack_of_another_base(inside, rejected, folder):
-    shutil.copytree(folder / "packs" / "notes", folder / "other", dirs_exist_ok=True)
-    edit_manifest(folder / "other", lambda m: m["base"].update(fingerprint="f" * 64))
-    error = rejected("serve", "--port", 0, "--pack", "packs/notes", "--pack", "other")
-    check(error, "mismatch", None, "ffffff")
+    elsewhere = ("--port", 0, "--host", "192.0.2.1")
+    check(rejected("serve", *elsewhere, "--pack", "packs/notes"), "busy", "port")
 
 
 def test_answers_are_kept_by_one_server_of_a_pack_that_gives_texts(
@@ -233,7 +194,3 @@ def test_a_missing_package_is_named(inside, rejected, monkeypatch):
     find, missing = serve.find_spec, serve._NEEDED[0]
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == missing else find(name))
     check(rejected("serve", "--pack", "packs/notes"), "dependency", None, missing, "[serve]")
-
-
-def test_settings_of_texts_are_rejected_for_an_encoder(inside, rejected, encoder):
-    check(rejected("serve", "--model", str(encoder), "--kv-memory", "4GB"), "conflict", "kv_memory")

@@ -7,25 +7,22 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_packs import train_pack
-from mlx_packs.bases.files import resolve_checkpoint
 from mlx_packs.cli.main import packs
 from mlx_packs.config.schema import DataConfig
-from mlx_packs.errors import PackError
 from mlx_packs.evaluation.rows import columns_of
 from mlx_packs.inference import chat as chatting
 from mlx_packs.inference import generate as generation
+from tests.helpers.bases import copy_tiny
+from tests.helpers.rows import chat
 
 TONE = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{{ 'tone ' + tone|default('none') + ' ' + mood|default('none') + '\n' }}{% endif %}"
-CHAT = [
-    {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)}]}
-    for i in range(4)
-]
+CHAT = [chat(f"{i}?", str(i)) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tone")
-    base = shutil.copytree(resolve_checkpoint("tiny"), folder / "base")
+    base = copy_tiny(folder / "base")
     (base / "chat_template.jinja").write_text(TONE)
     columns = DataConfig(data=CHAT, template_kwargs={"tone": "warm", "mood": "calm"})
     few = {"iters": 1, "batch_size": 2, "test_batches": 1, "loss_on": "all"}
@@ -65,22 +62,6 @@ def test_an_evaluation_takes_the_variables(pack):
     assert columns_of(pack, CHAT).template_kwargs == {"tone": "warm", "mood": "calm"}
     columns = columns_of(pack, CHAT, template_kwargs={"tone": "cold"})
     assert columns.template_kwargs == {"tone": "cold", "mood": "calm"}
-
-
-@pytest.mark.parametrize(
-    ("command", "value", "fault"),
-    [
-        ("generate --prompt a", "off", "must be a mapping in JSON"),
-        ("generate --raw --prompt a", '{"tone": "cold"}', "raw text has no template"),
-        ("serve", '{"tools": []}', "tools is not a variable"),
-        ("data .", '{"tools": []}', "tools is not a variable"),
-        ("train --data x.jsonl", '{"tokenizer": 1}', "tokenizer is not a variable of the template"),
-    ],
-)
-def test_bad_variables_are_rejected_before_anything_is_loaded(command, value, fault):
-    result = run(*command.split(), "--template-kwargs", value)
-    assert isinstance(result.exception, PackError) or result.exit_code == 2
-    assert fault in result.output + str(result.exception)
 
 
 def test_data_shows_the_variables(pack, tmp_path):

@@ -10,7 +10,6 @@ import pytest
 
 from mlx_packs.reading import sha256
 from tests.helpers import documents
-from tests.helpers.errors import check
 from tests.helpers.rows import CHATS, write_rows
 
 TESTS = Path(__file__).parent
@@ -68,9 +67,3 @@ def test_the_shell_lines_continue_a_killed_run_to_the_same_bytes(shell, run, her
     for manifest in manifests:
         del manifest["measured"], manifest["sha256"]
     assert manifests[0] == manifests[1]
-
-
-@pytest.mark.parametrize("flag", ["--supervise", "--max-restarts", "--launch-agent"])
-def test_removed_flags_name_the_shell_lines(rejected, flag):
-    error = rejected("train", flag)
-    check(error, "unknown", None, flag, "docs/runs.md")

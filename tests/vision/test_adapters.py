@@ -20,10 +20,11 @@ from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
 from mlx_packs.vision.pictures import ImageSource
 from tests.helpers.errors import raises
+from tests.helpers.rows import chat
 from tests.helpers.variants import nightly_except
-from tests.helpers.vision_bases import write_vision_base
-from tests.vision.test_models import MECHANISMS, loss_and_gradients, picture
-from tests.vision.test_runs import TRAIN, chats
+from tests.vision.inputs import chats, inputs_of_mlx_vlm, inputs_of_transformers, picture
+from tests.vision.test_models import MECHANISMS, loss_and_gradients
+from tests.vision.test_runs import TRAIN
 
 pytestmark = [
     pytest.mark.interop,
@@ -38,16 +39,16 @@ IN_MLX_VLM = [family for family in FAMILIES if family not in ("gemma3", "gemma4"
 # Of the largest logit; the states of Gemma 4 are large.
 ROUNDING = {"gemma4": 5e-4}
 TARGETS = 6
+PICTURE = (0, 84, 112)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(folder_of, tmp_path_factory):
     """Trains a pack on each family once; returns the folders of its base and of the pack."""
 
     @cache
     def of(family):
-        folder = tmp_path_factory.mktemp(family)
-        base = write_vision_base(family, folder / "base")
+        folder, base = tmp_path_factory.mktemp(family), folder_of(family)
         data = chats(folder / "data")
         train = TrainConfig(**(TRAIN | {"learning_rate": 0.05}))
         train_pack(base, data, LoRAConfig(rank=2), train, folder / "pack", progress=False)
@@ -56,31 +57,14 @@ def trained(tmp_path_factory):
     return of
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-
-
 def conversation() -> list[dict]:
-    content = f"{IMAGE_MARK} What is it?"
-    images = [ImageSource(picture(0))]
-    return [
-        {"role": "user", "content": content, "images": images},
-        {"role": "assistant", "content": "It is that."},
-    ]
+    question, answer = chat(f"{IMAGE_MARK} What is it?", "It is that.")["messages"]
+    return [{**question, "images": [ImageSource(picture(*PICTURE))]}, answer]
 
 
-def inputs_of_mlx_vlm(base, processor) -> tuple[mx.array, mx.array, dict]:
-    """The tokens and pixels of the conversation, and other arguments of the model."""
-    family = base.config["model_type"]
+def as_in_mlx_vlm(base, processor) -> tuple[mx.array, mx.array, dict]:
     text = render_conversation(base.tokenizer, conversation())
-    options = {} if family == "llava" else {"add_special_tokens": False}
-    inputs = dict(processor(text=[text], images=[picture(0)], **options))
-    inputs.pop("attention_mask")
-    tokens = inputs.pop("input_ids")
-    if family == "llava":  # its processor begins a text, which its chat template does not
-        tokens = tokens[:, 1:]
-    return tokens, inputs.pop("pixel_values"), inputs
+    return inputs_of_mlx_vlm(base, processor, text, [picture(*PICTURE)])
 
 
 def loss_and_gradients_here(base, pack) -> tuple[float, dict[str, mx.array]]:
@@ -109,7 +93,7 @@ def test_mlx_vlm_opens_a_pack_with_the_same_loss_and_gradients(family, trained, 
     loss, ours = loss_and_gradients_here(base, pack)
 
     model, processor = load(str(folder), adapter_path=str(exported))
-    tokens, pixels, others = inputs_of_mlx_vlm(base, processor)
+    tokens, pixels, others = as_in_mlx_vlm(base, processor)
 
     def their_loss(model) -> mx.array:
         embedded = model.get_input_embeddings(tokens, pixels, mask=None, **others)
@@ -132,7 +116,7 @@ def test_mlx_vlm_opens_a_pack_with_the_same_loss_and_gradients(family, trained, 
 def test_peft_opens_a_pack_with_the_same_logits_and_gradients(family, trained, tmp_path):
     import torch
     from peft import PeftModel
-    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
     folder, pack = trained(family)
     base = load_base(folder)
@@ -147,24 +131,16 @@ def test_peft_opens_a_pack_with_the_same_logits_and_gradients(family, trained, t
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model = PeftModel.from_pretrained(model, str(exported), is_trainable=True).eval()
-    arrays = AutoImageProcessor.from_pretrained(folder, backend="pil")(
-        images=[[picture(0)]], return_tensors="pt"
-    )
-    for counts in ("num_crops", "num_soft_tokens_per_image"):
-        arrays.pop(counts, None)
-
     image = base.tokenizer._images.token
-    ids = torch.tensor([[image if token < 0 else token for token in tokens]])
-    kinds = {"gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}
-    if name := kinds.get(family, "mm_token_type_ids"):
-        arrays[name] = (ids == image).long()
-    logits = model(input_ids=ids, **arrays).logits
+    ids = [[image if token < 0 else token for token in tokens]]
+    inputs = inputs_of_transformers(base, ids, [picture(*PICTURE)])
+    logits = model(**inputs).logits
     theirs = logits.detach().numpy()
     allowed = ROUNDING.get(family, 1e-4)
     assert np.abs(ours - theirs).max() <= allowed * np.abs(theirs).max()
 
     loss = torch.nn.functional.cross_entropy(
-        logits[0, -TARGETS - 1 : -1], ids[0, -TARGETS:], reduction="sum"
+        logits[0, -TARGETS - 1 : -1], inputs["input_ids"][0, -TARGETS:], reduction="sum"
     )
     loss.backward()
     value, gradients = loss_and_gradients_here(base, pack)
@@ -221,6 +197,6 @@ def test_quantized_and_merged_bases_keep_their_towers(family, trained, tmp_path)
             merge_pack(pack, folder, tmp_path / "nf4", "nf4", max_drift=9.0, progress=False)
     convert(str(folder), str(quantized), quantize=True, q_group_size=32, q_bits=8)
     model, processor = load(str(quantized))
-    tokens, pixels, others = inputs_of_mlx_vlm(load_base(quantized), processor)
+    tokens, pixels, others = as_in_mlx_vlm(load_base(quantized), processor)
     theirs = np.array(model(tokens, pixels, mask=None, **others).logits)
     assert np.abs(logits_here(quantized) - theirs).max() <= 1e-4 * np.abs(theirs).max()

@@ -21,34 +21,7 @@ from mlx_packs.vision.tokenizer import tokenizer_of
 from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, chat, write_rows
 from tests.helpers.runs import Lines
-from tests.helpers.vision_bases import write_vision_base
-
-
-def write_image(file: Path, seed: int, width: int = 56, height: int = 56) -> Path:
-    """A PNG of random pixels."""
-    from PIL import Image
-
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file)
-    return file
-
-
-def write_image_rows(folder: Path, images: int = 1, **counts: int) -> Path:
-    """A data folder with the given number of rows for each split; each row has its own images."""
-    folder.mkdir(parents=True, exist_ok=True)
-    splits: dict[str, list] = {}
-    number = 0
-    for split, count in counts.items():
-        splits[split] = []
-        for _ in range(count):
-            names = [f"{number + i}.png" for i in range(images)]
-            for name in names:
-                write_image(folder / name, int(name.removesuffix(".png")))
-            number += images
-            row = chat("Which color is it?", f"It is color {number}.")
-            splits[split].append({"images": names, **row})
-    return write_rows(folder, **splits)
-
+from tests.vision.inputs import picture, write_image_rows
 
 pytestmark = pytest.mark.interop
 
@@ -56,27 +29,13 @@ FAMILIES = ["qwen3_vl", "smolvlm"]
 LABEL = "[image of "
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A folder with small bases."""
-    folder = tmp_path_factory.mktemp("bases")
-    for family in FAMILIES:
-        write_vision_base(family, folder / family)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def own_cache(here, monkeypatch):
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(here / "cache"))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tokenizer_counts_images_without_the_model(family, folders, here):
+def test_a_tokenizer_counts_images_without_the_model(family, folder_of, here):
     write_image_rows(here / "d", train=3, valid=1)
     splits = load_rows(DataConfig(data=str(here / "d")))
     rows, columns = splits.rows["train"], DataConfig()
-    base = load_base(folders / family)
-    tokenizer, _ = tokenizer_of(str(folders / family), False)
+    base = load_base(folder_of(family))
+    tokenizer, _ = tokenizer_of(str(folder_of(family)), False)
 
     computed = encode(rows, base.tokenizer, columns)
     counted = encode(rows, tokenizer, columns)
@@ -88,21 +47,27 @@ def test_a_tokenizer_counts_images_without_the_model(family, folders, here):
     assert LABEL in shown
 
     train = TrainConfig(max_seq_length=4096)
-    shapes = row_shapes(str(folders / family), DataConfig(data="d"), train, LoRAConfig())
+    shapes = row_shapes(str(folder_of(family)), DataConfig(data="d"), train, LoRAConfig())
     assert shapes.longest == computed.lengths.max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_show_mask_and_data_name_images(family, folders, here, run):
+def test_show_mask_and_data_name_images(family, folder_of, here, run):
     write_image_rows(here / "d", images=2, train=3, valid=1)
-    options = ("--model", folders / family, "--data", "d", "--show-mask", "--json")
+    options = ("--model", folder_of(family), "--data", "d", "--show-mask", "--json")
     shown = json.loads(run("train", *options)[1])["examples"]
     assert len(shown) == 3
     assert shown[0]["spans"][0]["text"].count(LABEL) == 2
 
-    _, out, _ = run("data", "d", "--model", folders / family)
+    _, out, _ = run("data", "d", "--model", folder_of(family))
     assert out.count(LABEL) == 4  # of two samples
     assert not (here / "cache" / "images").exists()
+
+
+def trained(base, data, out, progress=False, **changes):
+    """A run of one step."""
+    train = {"iters": 1, "matmul_path": "dense", **changes}
+    return train_pack(base, data, {"rank": 2}, train, out, progress=progress)
 
 
 def encoded(tokenizer, rows: list, limit: int, **columns):
@@ -110,7 +75,7 @@ def encoded(tokenizer, rows: list, limit: int, **columns):
     return encode(rows, tokenizer, DataConfig(**columns), EncodingOptions(max_seq_length=limit))
 
 
-def test_no_image_of_a_long_row_is_cut(folders, here):
+def test_no_image_of_a_long_row_is_cut(folder_of, here):
     folder = write_image_rows(here / "d", images=2, train=1, valid=0)
     row = json.loads((folder / "train.jsonl").read_text())
     first = {
@@ -118,7 +83,7 @@ def test_no_image_of_a_long_row_is_cut(folders, here):
     }
     short = {"image": row["images"][0], **chat("What?", "B")}
     rows = [{**first, "images": row["images"]}, chat("None", "A" * 100), short]
-    tokenizer, _ = tokenizer_of(str(folders / "qwen3_vl"), False)
+    tokenizer, _ = tokenizer_of(str(folder_of("qwen3_vl")), False)
     whole = encoded(tokenizer, rows, 4096)
     last = int(np.flatnonzero(whole[0].tokens < 0)[-1]) + 1  # the length up to the last image
 
@@ -138,11 +103,10 @@ def test_no_image_of_a_long_row_is_cut(folders, here):
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_a_long_row_names_max_pixels_if_that_makes_it_shorter(family, here):
-    write_image(here / "a.png", 0, 224, 224)
+def test_a_long_row_names_max_pixels_if_that_makes_it_shorter(family, folder_of, here):
+    picture(0, 224, 224).save(here / "a.png")
     row = {"image": str(here / "a.png"), "prompt": "What?", "completion": "A"}
-    folder = write_vision_base(family, here / "base")
-    tokenizer, _ = tokenizer_of(str(folder), False)
+    tokenizer, _ = tokenizer_of(str(folder_of(family)), False)
 
     limits = (0, 56 * 56)
     large, small = (encoded(tokenizer, [row], 4096, max_pixels=n).lengths[0] for n in limits)
@@ -151,7 +115,7 @@ def test_a_long_row_names_max_pixels_if_that_makes_it_shorter(family, here):
     assert ("--max-pixels" in caught.value.message) == (small < large)
 
 
-def test_both_completions_of_a_long_prompt_are_left_out(folders, here):
+def test_both_completions_of_a_long_prompt_are_left_out(folder_of, here):
     folder = write_image_rows(here / "d", images=2, train=2, valid=0)
     lines = (folder / "train.jsonl").read_text().splitlines()
     images = [json.loads(line)["images"] for line in lines]
@@ -160,7 +124,7 @@ def test_both_completions_of_a_long_prompt_are_left_out(folders, here):
         {"prompt": "What?", "images": images[0][:1], **asked},
         {"prompt": "What?" * 9 + "<image><image>", "images": images[1], **asked},
     ]
-    tokenizer, _ = tokenizer_of(str(folders / "qwen3_vl"), False)
+    tokenizer, _ = tokenizer_of(str(folder_of("qwen3_vl")), False)
     rows = [Row(f"f:{i}", row, folder) for i, row in enumerate(rows)]
     lengths = encode_preferences(rows, tokenizer, DataConfig(), EncodingOptions()).row_lengths
 
@@ -171,23 +135,22 @@ def test_both_completions_of_a_long_prompt_are_left_out(folders, here):
     assert (len(left), left.dropped, [i for i, _ in left.bad.errors]) == (2, 0, [1])
 
 
-def test_data_reports_rows_whose_images_do_not_fit(folders, here, run):
+def test_data_reports_rows_whose_images_do_not_fit(folder_of, here, run):
     folder = write_image_rows(here / "d", train=5, valid=2)
-    large = write_image(folder / "large.png", 100, 224, 224)
+    picture(100, 224, 224).save(folder / "large.png")
+    large = {"image": "large.png", **chat("Which?" * 5 + "<image>", "This.")}
     with (folder / "train.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"image": large.name, **chat("Which?" * 5 + "<image>", "This.")}) + "\n"
-        )
+        file.write(json.dumps(large) + "\n")
 
-    options = ("--model", folders / "qwen3_vl", "--max-seq-length", "80")
+    options = ("--model", folder_of("qwen3_vl"), "--max-seq-length", "80")
     code, out, _ = run("data", "d", *options, "--json")
     assert (code, json.loads(out)["splits"]["train"]["images_beyond"]) == (0, 1)
     assert "1 have images beyond 80" in run("data", "d", *options)[1]
 
 
-def test_an_evaluation_shows_its_images_and_releases_the_tower(folders, here, run):
+def test_an_evaluation_shows_its_images_and_releases_the_tower(folder_of, here, run):
     write_image_rows(here / "d", valid=3)
-    base = load_base(folders / "qwen3_vl")
+    base = load_base(folder_of("qwen3_vl"))
     bars = Bars()
     evaluate(base, None, "d/valid.jsonl", metric="exact", progress=bars)
     assert [(bar.done, bar.total) for bar in bars.encoding] == [(3, 3)]
@@ -199,27 +162,25 @@ def test_an_evaluation_shows_its_images_and_releases_the_tower(folders, here, ru
     assert base.tokenizer._images._tower is None
 
     write_rows(here / "text", train=CHATS, valid=CHATS[:1])
-    train = {"iters": 1, "matmul_path": "dense"}
-    train_pack(base, "text", {"rank": 2}, train, "o", progress=False)
-    code, out, err = run("eval", "o", "--model", folders / "qwen3_vl", "--data", "d/valid.jsonl")
+    trained(base, "text", "o")
+    code, out, err = run("eval", "o", "--model", folder_of("qwen3_vl"), "--data", "d/valid.jsonl")
     assert code == 0, err
     assert "images  3, 16 tokens each on average: 3 from earlier runs" in err
 
 
-def test_a_pack_and_its_base_say_that_they_take_images(folders, here, run):
+def test_a_pack_and_its_base_say_that_they_take_images(folder_of, here, run):
     write_image_rows(here / "d", train=3, valid=2)
     write_rows(here / "text", train=CHATS, valid=CHATS[:1])
-    train = {"iters": 1, "matmul_path": "dense"}
-    base = load_base(folders / "qwen3_vl")
+    base = load_base(folder_of("qwen3_vl"))
     takes = "images  the base takes images: --image FILE of packs generate and packs chat\n"
     for data, counted in (("d", True), ("text", False)):
-        train_pack(base, data, {"rank": 2}, train, f"p-{data}", progress=False)
+        assert ("images" in trained(base, data, f"p-{data}").report) == counted
         out = run("inspect", f"p-{data}")[1]
         assert takes in out and (" examples with 5 images · " in out) == counted
         card = (here / f"p-{data}" / "README.md").read_text()
         assert (" --image FILE " in card) == counted
 
-    assert takes in run("inspect", folders / "qwen3_vl")[1]
+    assert takes in run("inspect", folder_of("qwen3_vl"))[1]
     assert takes not in run("inspect", "tiny")[1]
 
 
@@ -231,49 +192,28 @@ def test_the_command_to_try_has_an_image():
     ]
 
 
-def test_a_run_without_images_reports_none(folders, here):
-    write_rows(here / "d", train=CHATS, valid=CHATS[:1])
-    train = {"iters": 1, "matmul_path": "dense"}
-    run = train_pack(folders / "qwen3_vl", "d", {"rank": 2}, train, "o", progress=False)
-    assert "images" not in run.report
-
-
 @pytest.mark.parametrize("task", ["lm", "dpo"])
-def test_the_bar_counts_examples(task, folders, here):
-    write_image_rows(here / "d", train=4, valid=2)
-    for split in ("train", "valid"):
-        rows = [
-            json.loads(line) for line in (here / "d" / f"{split}.jsonl").read_text().splitlines()
-        ]
-        write_rows(here / "d", **{split: [of_task(task, row) for row in rows]})
+def test_the_bar_counts_examples(task, folder_of, here):
+    rows = {"train": 4, "valid": 2}
+    if task == "dpo":
+        sides = {"chosen": "Red, I think.", "rejected": "No."}
+        rows["row"] = lambda number: {"prompt": f"What is {number}?", **sides}
+    write_image_rows(here / "d", **rows)
 
     bars = Bars()
-    train = {"iters": 1, "matmul_path": "dense", "batch_size": 2}
-    options = {"task": task, "max_seq_length": 128}
-    train_pack(folders / "qwen3_vl", "d", {"rank": 2}, train | options, "o", progress=bars)
+    few = {"batch_size": 2, "max_seq_length": 128}
+    trained(folder_of("qwen3_vl"), "d", "o", bars, task=task, **few)
     steps = 12 if task == "dpo" else 6
     assert [(bar.done, bar.total) for bar in bars.encoding] == [(steps, steps)]
 
 
-def test_no_classifier_reads_images(folders, here):
-    write_image_rows(here / "d", train=4, valid=2)
-    for split in ("train", "valid"):
-        lines = (here / "d" / f"{split}.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        for i, row in enumerate(rows):
-            row |= {"messages": row["messages"][:1], "label": i % 2}
-        write_rows(here / "d", **{split: rows})
+def test_no_classifier_reads_images(folder_of, here):
+    def row(number):
+        return {**chat("Which color is it?"), "label": number % 2}
 
-    train = {"task": "classify", "iters": 1, "matmul_path": "dense"}
+    write_image_rows(here / "d", row=row, train=4, valid=2)
     with raises("unsupported", "task", "train.jsonl:1"):
-        train_pack(folders / "qwen3_vl", "d", {"rank": 2}, train, "o", progress=False)
-
-
-def of_task(task: str, row: dict) -> dict:
-    if task == "lm":
-        return row
-    answer = row["messages"][1]["content"]
-    return {"prompt": "What?", "images": row["images"], "chosen": answer, "rejected": "No."}
+        trained(folder_of("qwen3_vl"), "d", "o", task="classify")
 
 
 class Bars(Lines):

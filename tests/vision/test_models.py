@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from functools import cache
 
 import mlx.nn as nn
 import numpy as np
@@ -15,12 +14,14 @@ from mlx_packs.bases import files
 from mlx_packs.bases.families import VISION_FAMILIES
 from mlx_packs.bases.turns import IMAGE_MARK, encode_conversation, render_conversation
 from mlx_packs.config.lora import LoRAConfig
+from mlx_packs.config.sampling import Sampling
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.data.batches import TokenCollate
 from mlx_packs.data.dataset import Tree
 from mlx_packs.data.sampler import Packed
 from mlx_packs.data.token_store import Example
 from mlx_packs.data.trees import planted
+from mlx_packs.inference.generate import chat_prompt, responses, seeing_no_images
 from mlx_packs.memory.read import read_headers
 from mlx_packs.objectives.causal_lm import split_head, target_loss
 from mlx_packs.objectives.objective import arrays_of
@@ -33,6 +34,7 @@ from tests.helpers.errors import raises
 from tests.helpers.interpreter import run_python
 from tests.helpers.variants import nightly_except
 from tests.helpers.vision_bases import write_vision_base
+from tests.vision.inputs import inputs_of_mlx_vlm, inputs_of_transformers, picture
 
 pytestmark = pytest.mark.interop
 
@@ -40,31 +42,12 @@ MECHANISMS = ["smolvlm", "qwen3_vl", "gemma3"]  # one row of tokens, positions b
 ROUNDING = 5e-5  # of a gradient
 LOGITS = {"gemma4": 1e-4}  # whose states are large; others 1e-5
 ANSWER = 6  # targets of an example: its last tokens
-LENGTHS = [(84, 112), (56, 56), (56, 84), (84, 112)]
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """Writes each family once."""
-    return cache(lambda family: write_vision_base(family, tmp_path_factory.mktemp(family)))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-
-
-def picture(number: int):
-    from PIL import Image
-
-    shape = (*LENGTHS[number], 3)
-    pixels = np.random.default_rng(number).integers(0, 255, shape, dtype=np.uint8)
-    return Image.fromarray(pixels)
+SIZES = [(84, 112), (56, 56), (56, 84), (84, 112)]
 
 
 def question(text: str, *numbers: int) -> dict:
     """A message whose images come at the marks of its text."""
-    images = [ImageSource(picture(number)) for number in numbers]
+    images = [ImageSource(picture(number, *SIZES[number])) for number in numbers]
     return {"role": "user", "content": text, "images": images}
 
 
@@ -128,7 +111,9 @@ def check_equal(model: nn.Module, batch, expected: tuple[float, dict[str, mx.arr
 @pytest.mark.filterwarnings("ignore:At least one mel filter")  # of Gemma 4's processor of sound
 @pytest.mark.parametrize("family", nightly_except(VISION_FAMILIES, *MECHANISMS, often_is=()))
 def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
+    import torch
     from mlx_vlm.utils import load
+    from transformers import AutoModelForImageTextToText
 
     folder = folder_of(family)
     base = load_base(folder)
@@ -140,46 +125,17 @@ def test_logits_are_those_of_mlx_vlm_and_of_transformers(family, folder_of):
 
     text = render_conversation(base.tokenizer, messages, add_generation_prompt=True)
     model, processor = load(str(folder))
-    pictures = [picture(0), picture(3)]
-    options = {} if family == "llava" else {"add_special_tokens": False}
-    inputs = dict(processor(text=[text], images=pictures, **options))
-    if family == "llava":  # its processor begins a text, which its chat template does not
-        inputs["input_ids"] = inputs["input_ids"][:, 1:]
-    inputs.pop("attention_mask")
-    of_mlx_vlm = None  # of Gemma 3 it has other masks: every token sees all others
-    if family != "gemma3":
-        arrays = inputs["input_ids"], inputs["pixel_values"]
-        of_mlx_vlm = model(*arrays, mask=None, **_others(inputs)).logits
-
-    of_torch = _logits_of_transformers(folder, inputs, pictures)
+    pictures = [picture(number, *SIZES[number]) for number in (0, 3)]
+    tokens, pixels, others = inputs_of_mlx_vlm(base, processor, text, pictures)
     allowed = LOGITS.get(family, 1e-5)
-    if of_mlx_vlm is not None:
+    if family != "gemma3":  # of which mlx-vlm has other masks: every token sees all others
+        of_mlx_vlm = model(tokens, pixels, mask=None, **others).logits
         assert ours == pytest.approx(np.array(of_mlx_vlm), abs=allowed)
-    assert ours == pytest.approx(of_torch, abs=max(1e-4, 2 * allowed))
-
-
-def _logits_of_transformers(folder, inputs: dict, pictures: list) -> np.ndarray:
-    """The logits of torch, of pictures that its own image processor prepares."""
-    import torch
-    from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    arrays = AutoImageProcessor.from_pretrained(folder, backend="pil")(
-        images=[pictures], return_tensors="pt"
-    )
-    for counts in ("num_crops", "num_soft_tokens_per_image"):
-        arrays.pop(counts, None)
-
-    tokens = torch.tensor(np.array(inputs["input_ids"])).long()
-    kinds = {"gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}
-    if name := kinds.get(model.config.model_type, "mm_token_type_ids"):
-        arrays[name] = (tokens == model.config.image_token_id).long()
     with torch.no_grad():
-        return model(input_ids=tokens, **arrays).logits.numpy()
-
-
-def _others(inputs: dict) -> dict:
-    return {k: v for k, v in inputs.items() if k not in ("input_ids", "pixel_values")}
+        of_torch = model(**inputs_of_transformers(base, tokens, pictures)).logits.numpy()
+    assert ours == pytest.approx(of_torch, abs=max(1e-4, 2 * allowed))
 
 
 @pytest.mark.parametrize("family", MECHANISMS)
@@ -282,3 +238,35 @@ def test_a_llava_whose_file_lacks_the_sizes_of_its_text_has_those_of_transformer
     one, other = (load_base(folder).model(tokens) for folder in (whole, sparse))
     assert mx.array_equal(one, other)
     assert read_headers(sparse).config["text_config"] == text | sizes
+
+
+def test_penalties_see_the_token_of_the_vocabulary(folder_of):
+    """As transformers has it; MLX would read and write beside the logits."""
+    base = load_base(folder_of("smolvlm"))
+    prompt = chat_prompt(base, [question(f"{IMAGE_MARK} What?", 2)])
+    assert min(prompt) < 0
+    seen = []
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())
+        return logits
+
+    for call in seeing_no_images(base, [process]):
+        call(mx.array(prompt), mx.zeros((1, base.vocab_size)))
+    token = base.tokenizer._images.token
+    assert seen == [[token if each < 0 else each for each in prompt]]
+
+    sampling = Sampling(max_tokens=4, temperature=0.0, repetition_penalty=1.5)
+    scores = [mx.abs(each.logprobs).max().item() for each in responses(base, prompt, sampling)]
+    assert np.isfinite(scores).all()
+
+
+def test_a_prompt_that_ends_with_an_image_is_rejected(folder_of):
+    """The last token is read alone, where no image is looked for."""
+    base = load_base(folder_of("smolvlm"))
+    prompt = chat_prompt(base, [question(f"What? {IMAGE_MARK}", 2)])
+    end = max(i for i, token in enumerate(prompt) if token < 0) + 1
+    for more in (0, 1):
+        with raises("data"):
+            next(responses(base, prompt[: end + more]))
+    next(responses(base, prompt[: end + 2]))

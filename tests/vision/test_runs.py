@@ -1,6 +1,5 @@
 """Runs on rows with images: every task and layout, the cache of features, resuming, packs."""
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from mlx_packs.runtime import mx
 from tests.helpers.errors import raises
 from tests.helpers.rows import write_rows
 from tests.helpers.tasks import interrupted
-from tests.helpers.vision_bases import write_vision_base
+from tests.vision.inputs import NAMES, chats, images, write_asked
 
 pytestmark = pytest.mark.interop
 
@@ -29,43 +28,6 @@ TRAIN = {
     "lr_schedule": "constant",
     "learning_rate": 1e-2,
 }
-NAMES = ("red", "blue", "dark", "light")
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """Writes each family once."""
-    return cache(lambda family: write_vision_base(family, tmp_path_factory.mktemp(family)))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
-
-
-def images(folder: Path) -> list[str]:
-    """Pictures of 56 x 56 in a folder."""
-    from PIL import Image
-
-    folder.mkdir(parents=True, exist_ok=True)
-    names = []
-    for number, name in enumerate(NAMES):
-        pixels = np.random.default_rng(number).integers(0, 255, (56, 56, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{name}.png")
-        names.append(f"{name}.png")
-    return names
-
-
-def chats(folder: Path) -> Path:
-    """Two questions on each of four images, and one without."""
-    rows = []
-    for name in images(folder):
-        for number in (1, 2):
-            question = {"role": "user", "content": f"What is it, {number}?"}
-            answer = {"role": "assistant", "content": name[:3]}
-            rows.append({"image": name, "messages": [question, answer]})
-    plain = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "You"}]
-    return write_rows(folder, train=[*rows, {"messages": plain}], valid=rows[:2])
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:
@@ -101,21 +63,14 @@ def test_shared_prefixes_and_cached_activations_change_no_weight(family, folder_
 
 
 def test_preferences_share_the_images_of_their_prompt(folder_of, tmp_path):
-    folder = tmp_path / "data"
-    rows = [
-        {"image": name, "prompt": "What is it?", "chosen": "It is good", "rejected": "No"}
-        for name in images(folder)
-    ]
-    data = write_rows(folder, train=rows, valid=rows[:2])
+    data = write_asked(tmp_path / "data", chosen="It is good", rejected="No")
     base = load_base(folder_of("qwen3_vl"))
     trained(base, data, tmp_path / "a", task="dpo")
     assert base.tokenizer._images.computed == len(NAMES)
 
 
 def test_completions_of_prompts_with_images_are_rewarded(folder_of, tmp_path):
-    folder = tmp_path / "data"
-    rows = [{"image": name, "prompt": "What is it?"} for name in images(folder)]
-    data = write_rows(folder, train=rows, valid=rows[:2])
+    data = write_asked(tmp_path / "data")
 
     def shorter(completions, **_):
         return [-len(text) / 20 for text in completions]
@@ -143,10 +98,7 @@ def test_a_resumed_run_computes_no_features_and_ends_the_same(folder_of, tmp_pat
 
 @pytest.mark.page
 def test_the_page_of_a_run_shows_the_text_of_its_sample_without_images(folder_of, tmp_path):
-    folder = tmp_path / "data"
-    asked = {"prompt": "What is it?", "chosen": "A", "rejected": "B"}
-    rows = [{"image": name, **asked} for name in images(folder)]
-    data = write_rows(folder, train=rows, valid=rows[:2])
+    data = write_asked(tmp_path / "data", chosen="A", rejected="B")
 
     train = TrainConfig(**(TRAIN | {"task": "dpo", "iters": 1, "save_every": 1}))
     train_pack(folder_of("qwen3_vl"), data, LORA, train, tmp_path / "a", progress=False)

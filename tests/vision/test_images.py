@@ -1,4 +1,6 @@
-"""Tokens of images are targets of no loss, wherever the image is."""
+"""Images of texts: their tokens are no targets; their numbers; the store of their features."""
+
+import gc
 
 import numpy as np
 import pytest
@@ -9,7 +11,12 @@ from mlx_packs.data.encoding import EncodingOptions, encode
 from mlx_packs.data.preferences import encode_preferences
 from mlx_packs.data.rows import Row
 from mlx_packs.nn.images import FIRST_IMAGE
+from mlx_packs.runtime import mx
+from mlx_packs.vision import images
 from mlx_packs.vision.images import Image, Images
+from mlx_packs.vision.store import IMAGES, read_features, write_features
+from mlx_packs.vision.tower import Features
+from tests.helpers.errors import raises
 
 PLACEHOLDER = "<|endoftext|>"
 FEATURES = 6
@@ -80,3 +87,57 @@ def test_images_of_preferences_are_no_targets(tokenizer):
     for example in examples.items:
         assert example.target.any()
         assert not example.target[image_mask(example.tokens)].any()
+
+
+FACTS = {"base": "sha256:1", "max_pixels": 100}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("is_full", [True, False])
+def test_features_come_back_as_they_were(dtype, is_full):
+    rows = mx.random.normal((3, 4)).astype(dtype)
+    more = {}
+    if is_full:
+        levels = mx.random.normal((2, 3, 4)).astype(dtype)
+        more = {"levels": levels, "shifts": np.ones((3, 4), np.float32)}
+
+    write_features(FACTS, "key", Features("<image>", rows, **more))
+    features = read_features(FACTS, "key")
+    assert features.text == "<image>"
+    assert features.rows.dtype == dtype and mx.array_equal(features.rows, rows).item()
+    if is_full:
+        assert features.levels.dtype == dtype and mx.array_equal(features.levels, levels).item()
+        assert features.shifts.dtype == np.float32 and features.shifts.tolist() == [[1] * 4] * 3
+    assert read_features({**FACTS, "max_pixels": 99}, "key") is None
+
+
+def test_a_damaged_file_is_no_feature():
+    write_features(FACTS, "key", Features("x", mx.ones((3, 4))))
+    (file,) = IMAGES.path.iterdir()
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-40] + bytes(40))
+    assert read_features(FACTS, "key") is None
+
+
+def added(table: images._Table, count: int) -> Image:
+    return table.add(count, lambda start: Image("", None, 0, "", count, start, None))
+
+
+def test_numbers_name_images_that_exist():
+    table = images._Table()
+    first = added(table, 3)
+    added(table, 5)
+    third = added(table, 2)
+    gc.collect()
+    assert table.all() == [first, third]
+    for number, image in ((0, first), (2, first), (8, third), (9, third)):
+        assert table.of(FIRST_IMAGE - number) is image
+
+
+def test_after_the_last_number_a_process_has_to_start_again(monkeypatch):
+    monkeypatch.setattr(images, "_NUMBERS", 100)
+    table = images._Table()
+    added(table, 90)
+    with raises("conflict", None, "Start it again"):
+        added(table, 20)
