@@ -3,8 +3,6 @@
 import pytest
 
 import mlx_packs as mp
-from mlx_packs import load_base
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.errors import raises
 from tests.helpers.packs import random_pack
 
@@ -13,8 +11,8 @@ PROMPTS = [PROMPT, "Hi", [{"role": "user", "content": "What is due on Monday?"}]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return load_base(write_checkpoint(tmp_path_factory.mktemp("base") / "base"))
+def base(small_tiny):
+    return small_tiny
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ def test_a_pack_shows_what_users_call_and_nothing_internal():
 def test_a_base_attaches_and_detaches_packs_and_shows_itself_in_a_line(shared_tiny):
     assert {"attach", "detach", "applied", "generate", "stream"} <= public(Base)
     assert "swap_pack" not in public(Base)
-    shown = repr(shared_tiny)
-    assert shown == "Base('tiny', qwen3, affine 4-bit g64, computes in float32)"
+    assert repr(shared_tiny) == "Base('tiny', qwen3, affine 4-bit g64, computes in float32)"
 
 
 def test_what_is_no_pack_is_rejected_in_a_line(shared_tiny):

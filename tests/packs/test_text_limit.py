@@ -11,7 +11,6 @@ from mlx_packs.packs.pack import Pack
 from tests.helpers.packs import random_pack
 from tests.helpers.variants import slow_except
 
-SHORT = {"recipe": {"max_seq_length": 64}}
 LONG = "filler " * 200
 
 
@@ -51,7 +50,7 @@ def test_a_mix_reads_as_much_as_its_shorter_pack(small_tiny):
 
 
 def test_sentence_transformers_is_given_the_length(shared_tiny):
-    manifest = {**SHORT, "objective": {"task": "embedding"}}
+    manifest = {"recipe": {"max_seq_length": 64}, "objective": {"task": "embedding"}}
     source, config = shared_tiny.path, shared_tiny.config
     files = embedder_files(Pack(manifest), source, config, shared_tiny.tokenizer)
     assert json.loads(files["sentence_bert_config.json"])["max_seq_length"] == 64
