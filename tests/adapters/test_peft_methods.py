@@ -29,23 +29,14 @@ PEFT_OPTIONS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A Llama of transformers, with biases, and its tokenizer."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("peft")
     torch.manual_seed(0)
 
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=128,
-        vocab_size=4096,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        head_dim=16,
-        attention_bias=True,
-        tie_word_embeddings=False,
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    more = {"vocab_size": 4096, "max_position_embeddings": 128, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(attention_bias=True, **sizes, **heads, **more)
     model = transformers.LlamaForCausalLM(config).to(torch.float32)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -65,7 +56,6 @@ def dense_in_torch(folder):
 
 
 def in_peft(folder, targets=TARGETS, **options):
-    """The same model with PEFT's adapters."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -91,7 +81,6 @@ def here(folder, targets=TARGETS, saved=(), method="lora", **lora):
 
 
 def torch_parameters(model) -> dict:
-    """The trained parameters of a model with PEFT's adapters."""
     return {
         name.removeprefix("base_model.model.").replace(".default.weight", ""): parameter
         for name, parameter in model.named_parameters()
@@ -227,7 +216,6 @@ PLACES = {  # targets and modules to save; PEFT takes the ends of paths without 
 
 @pytest.fixture(scope="module")
 def tied_checkpoint(checkpoint, tmp_path_factory):
-    """The same with one table."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -242,7 +230,6 @@ def tied_checkpoint(checkpoint, tmp_path_factory):
 
 @pytest.fixture(params=PLACES)
 def place(request, checkpoint, tied_checkpoint):
-    """A checkpoint, targets and modules to save."""
     return tied_checkpoint if "tied" in request.param else checkpoint, *PLACES[request.param]
 
 

@@ -5,6 +5,9 @@ import gc
 import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from mlx_packs.serving.prompts import MOST_IMAGES
 from mlx_packs.serving.request import Limits
 from tests.helpers.serving import Running, until
 from tests.helpers.vision_bases import write_vision_base
+from tests.serving.conftest import serving
 from tests.serving.test_bad_requests import rejected
 
 pytestmark = pytest.mark.interop
@@ -40,11 +44,8 @@ def base(folder):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    worker = TextWorker(load_base(folder), LIMITS)
-    worker.start()
-    with Running(worker) as running:
+    with serving(TextWorker(load_base(folder), LIMITS)) as running:
         yield running
-    worker.close(0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +56,6 @@ def own_cache(tmp_path_factory):
 
 
 def png(number: int, size: tuple[int, int] = (56, 84)) -> str:
-    """A data URL of noise."""
     from PIL import Image
 
     pixels = np.random.default_rng(number).integers(0, 255, (*size, 3), dtype=np.uint8)
@@ -65,13 +65,11 @@ def png(number: int, size: tuple[int, int] = (56, 84)) -> str:
 
 
 def asks(text: str, *urls: str) -> dict:
-    """A message with images before its text."""
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def answered(server, messages: list[dict], **options) -> tuple[list, dict]:
-    """The log-probabilities of the tokens of an answer, and the usage."""
     body = {"model": "base", "messages": messages, "temperature": 0, "max_tokens": TOKENS}
     status, answer = server.json("POST", CHAT, body | {"logprobs": True} | options)
     assert status == 200, answer
@@ -96,20 +94,6 @@ def test_an_answer_is_that_of_the_base(server, base):
         assert usage["prompt_tokens"] == len(chat_prompt(base, messages))
         assert all(answer != pytest.approx(other, abs=1e-4) for other in answers)
         answers.append(answer)
-
-
-def test_forms_of_a_part(server):
-    url = png(0)
-    text = {"type": "text", "text": "What?"}
-    forms = [
-        {"type": "image_url", "image_url": {"url": url, "detail": detail}}
-        for detail in ("auto", "high")
-    ]
-    expected, _ = answered(server, [asks("What?", url)])
-    for form in forms:
-        assert answered(server, [{"role": "user", "content": [form, text]}])[0] == pytest.approx(
-            expected, abs=1e-5
-        )
 
 
 def test_a_batch_of_images_and_texts_equals_each_alone(server, base):
@@ -149,12 +133,12 @@ def test_a_conversation_goes_on(server, base):
         assert (cached > 0) != base.tokenizer._images.is_read_at_once
 
 
-@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_penalties_do_not_see_images(server, base, penalty):
-    answer, _ = answered(server, [asks("What is it?", png(0))], **{penalty: 1.5})
-    if penalty == "repetition_penalty":
-        messages = [question("What is it?", [png(0)])]
-        assert answer == alone(base, *messages, repetition_penalty=1.5)
+def test_penalties_do_not_see_images(server, base):
+    asked = [asks("What is it?", png(0))]
+    answer, _ = answered(server, asked, repetition_penalty=1.5)
+    messages = [question("What is it?", [png(0)])]
+    assert answer == alone(base, *messages, repetition_penalty=1.5)
+    answered(server, asked, presence_penalty=1.5, frequency_penalty=1.5)
 
 
 def test_answers_in_json_follow_images(server):
@@ -168,14 +152,10 @@ def test_answers_in_json_follow_images(server):
     "url",
     [
         "/etc/passwd",
-        "image.png",
         "file:///etc/passwd",
         "http://127.0.0.1:9/a.png",
-        "https://example.com/a.png",
         "ftp://example.com/a.png",
         "",
-        "data:",
-        "data:image/png;base64,",
         "data:image/png;base64,$$$",
         "data:image/png;base64,AAAA",
         "data:image/png,AAAA",
@@ -195,14 +175,10 @@ def test_what_is_no_image_is_one_line(server, url):
 @pytest.mark.parametrize(
     "content",
     [
-        [{"type": "image_url"}],
         [{"type": "image_url", "image_url": {}}],
-        [{"type": "image_url", "image_url": 3}],
-        [{"type": "image_url", "image_url": {"url": ["a"]}}],
         [{"type": "image_url", "image_url": {"url": png(0), "detail": "low"}}],
         [{"type": "image_url", "image_url": png(0)}],
         [{"type": "input_image", "image_url": png(0)}],
-        [{"type": "image", "image": png(0)}],
         [{"type": "text", "text": "a", "image_url": {"url": png(0)}}],
         [{"type": "image_url", "image_url": {"url": png(0)}}, {"type": "text", "text": "\ufffc"}],
         [{"type": "image_url", "image_url": {"url": png(0)}}] * (MOST_IMAGES + 1),
@@ -229,18 +205,20 @@ def test_placeholders_in_texts_are_counted(server, base):
     answered(server, [{"role": "user", "content": placeholder}])  # is a token as others are
 
 
-def test_answers_have_no_images(server):
-    answer = {"role": "assistant", "content": asks("a", png(0))["content"]}
-    messages = [asks("What?", png(0)), answer, asks("And?")]
+def test_details_of_a_part_and_parts_of_an_answer(server):
+    detailed = asks("What?", png(0))
+    for detail in ("auto", "high"):
+        detailed["content"][0]["image_url"]["detail"] = detail
+        answered(server, [detailed])
+    messages = [detailed, {**detailed, "role": "assistant"}, asks("And?")]
     assert rejected(server, CHAT, {"model": "base", "messages": messages})
 
 
 def test_tokens_below_zero_are_rejected(server):
     answered(server, [asks("What is it?", png(0))])
     for token in (-1, -1 - (1 << 24)):
-        rejected(
-            server, "/v1/completions", {"model": "base", "prompt": [token, 5], "max_tokens": 2}
-        )
+        body = {"model": "base", "prompt": [token, 5], "max_tokens": 2}
+        rejected(server, "/v1/completions", body)
 
 
 def test_a_base_without_images_names_the_families(shared_server):
@@ -249,11 +227,6 @@ def test_a_base_without_images_names_the_families(shared_server):
 
 
 def test_urls_are_fetched_if_allowed(server, tmp_path):
-    """Paths are not read then, either."""
-    from functools import partial
-    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-    from threading import Thread
-
     (tmp_path / "a.png").write_bytes(base64.b64decode(png(0).partition(",")[2]))
     files = ThreadingHTTPServer(
         ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
@@ -279,9 +252,7 @@ def test_large_images_are_made_smaller(server, base):
     with Running(server.worker, max_pixels=0) as wide:
         _, most = answered(wide, [asks("What?", large)])
     assert usage["prompt_tokens"] <= most["prompt_tokens"]
-    if (
-        base.tokenizer._images.is_read_at_once
-    ):  # whose images have as many tokens as they have pixels
+    if base.tokenizer._images.is_read_at_once:  # images have as many tokens as they have pixels
         assert usage["prompt_tokens"] < most["prompt_tokens"]
 
 
