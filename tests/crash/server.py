@@ -41,16 +41,11 @@ class Kill:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: exit code, or None if it was killed.
+    """How a process ended."""
 
-    Attributes:
-        kinds: its file operations; empty if it was killed.
-        text: what it printed.
-    """
-
-    code: int | None
-    kinds: list[str]
-    text: str
+    code: int | None  # None if it was killed
+    kinds: list[str]  # its file operations; empty if it was killed
+    text: str  # what it printed
     seconds: float
 
 

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fuzz.mutate import Mutator
@@ -45,11 +45,9 @@ class Case:
     files: dict[str, bytes]  # the valid subject, by relative path
     rng: random.Random  # of this case, from kind, seed and number alone
     mutator: Mutator
-    changed: set[str] = field(default_factory=set)
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a file of the subject, or add one."""
-        self.changed.add(name)
         file = Path(SUBJECT, name)
         _remove(file)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +68,6 @@ class Case:
 
     def replace(self, name: str) -> None:
         """Put something else in the place of a file: nothing, a folder, a FIFO, a link."""
-        self.changed.add(name)
         file = Path(SUBJECT, name)
         place = self.rng.choice(_PLACES)
         self.mutator.note(f"{name} is {place}")
@@ -90,16 +87,11 @@ class Case:
             file.write_bytes(self.files.get(name, b""))
             file.chmod(0)
 
-    def restore(self, whole: bool) -> None:
-        """Make the subject valid again: what this case changed, or the ``whole`` folder."""
-        if whole:
-            shutil.rmtree(SUBJECT)
-        for name in self.files if whole else self.changed:
-            file = Path(SUBJECT, name)
-            _remove(file)
-            if name in self.files:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(self.files[name])
+    def restore(self) -> None:
+        """Make the subject valid again."""
+        shutil.rmtree(SUBJECT)
+        for name, data in self.files.items():
+            self.write(name, data)
 
 
 class Kind:

@@ -24,13 +24,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
 
 from benchmarks.alone import peak_rss_bytes
 from mlx_packs.cli.main import packs, user_errors
-from mlx_packs.errors import PackError
 from mlx_packs.runtime import mx
 from tests.fuzz.kind import OUT, SUBJECT, Call, Case, Kind
 from tests.fuzz.kinds import KINDS
@@ -181,7 +181,7 @@ class Fuzzer:
                 text = outcome.output + _trace(outcome.error)
                 raise RuntimeError(f"{call.name}: the valid subject is not accepted: {text}")
             self._tidy()
-            self._case(0).restore(self.kind.in_place)
+            self._case(0).restore()
 
     def run(self, number: int, report: Report) -> None:
         """Run one mutant and count it in the report."""
@@ -202,7 +202,7 @@ class Fuzzer:
                     report.failures.append(Failure(*here, fault, where, *details))
                 self._tidy()
         finally:
-            case.restore(self.kind.in_place)
+            case.restore()
         report.cases += 1
 
     def _faults(self, call: Call, outcome: Outcome, before: dict) -> Iterator[tuple[str, str]]:
@@ -232,7 +232,16 @@ class Fuzzer:
             yield "half-written", f"leaves {left[:5]}"
 
     def _snapshot(self) -> dict[str, tuple]:
-        return snapshot(self.root, {OUT, SUBJECT} if self.kind.in_place else {OUT})
+        """Every file but those that a call may write, by what changes when it is written."""
+        files, own = {}, {OUT, SUBJECT} if self.kind.in_place else {OUT}
+        for folder, folders, names in os.walk(self.root):
+            if folder == str(self.root):
+                folders[:] = [name for name in folders if name not in own]
+            for path in (os.path.join(folder, name) for name in (*folders, *names)):
+                facts = os.lstat(path)
+                of_file = (facts.st_size, facts.st_mtime_ns)
+                files[path] = facts.st_ino, *(() if stat.S_ISDIR(facts.st_mode) else of_file)
+        return files
 
     def _tidy(self) -> None:
         os.chdir(self.root)
@@ -252,12 +261,15 @@ def run_call(call: Call) -> Outcome:
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     begin = peak_rss_bytes()
     code, output, error = None, "", None
-    run = _command if call.args else _library
+    program = packs
+    if call.function:
+        program = click.Command("function", callback=user_errors()(call.function))
 
     try:
         with _printed() as printed, warnings.catch_warnings(), _time_limit():
             warnings.simplefilter("ignore")
-            code, output, error = run(call)
+            result = CliRunner().invoke(program, list(call.args), prog_name="packs")
+            code, output, error = result.exit_code, result.output, result.exception
     except BaseException as raised:  # noqa: BLE001 (a Hang, a Rust panic)
         if isinstance(raised, KeyboardInterrupt):
             raise
@@ -266,26 +278,8 @@ def run_call(call: Call) -> Outcome:
         for logger in loggers:
             logger.removeHandler(handler)
 
+    error = None if isinstance(error, SystemExit) else error
     return Outcome(code, printed[0] + logs.getvalue() + output, error, peak_rss_bytes() - begin)
-
-
-def _command(call: Call) -> tuple[int, str, BaseException | None]:
-    result = CliRunner().invoke(packs, list(call.args), prog_name="packs")
-    error = result.exception
-    return result.exit_code, result.output, None if isinstance(error, SystemExit) else error
-
-
-def _library(call: Call) -> tuple[int | None, str, BaseException | None]:
-    text = io.StringIO()
-    try:
-        with user_errors():
-            call.function()
-    except PackError as error:
-        error.show(text)
-        return 2, text.getvalue(), None
-    except Exception as error:  # noqa: BLE001
-        return None, "", error
-    return 0, "", None
 
 
 @contextmanager
@@ -328,19 +322,6 @@ def _printed() -> Iterator[list[str]]:
 
 
 _SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
-
-
-def snapshot(root: Path, without: set[str]) -> dict[str, tuple]:
-    """Return every file below a folder but for some, by what changes when it is written."""
-    files = {}
-    for folder, folders, names in os.walk(root):
-        if folder == str(root):
-            folders[:] = [name for name in folders if name not in without]
-        for path in (os.path.join(folder, name) for name in (*folders, *names)):
-            facts = os.lstat(path)
-            is_folder = stat.S_ISDIR(facts.st_mode)
-            files[path] = facts.st_ino, *(() if is_folder else (facts.st_size, facts.st_mtime_ns))
-    return files
 
 
 def _site(error: BaseException) -> str:

@@ -145,24 +145,6 @@ def test_an_unknown_family_has_no_plan():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("targets", "recompute"),
-    [("gate_proj up_proj down_proj", "none"), ("q_proj o_proj", "selective")],
-)
-def test_blocks_keep_no_scores_whichever_projections_are_adapted(
-    targets, recompute, tiny, nothing_ahead
-):
-    """A step of one long row, whose T x T probabilities would be most of its memory."""
-    length = 768
-    lora = LoRAConfig(rank=8, target_modules=tuple(targets.split()))
-    train = replace(DENSE, batch_size=1, max_seq_length=length + 1, recompute=recompute)
-    planned = estimate(Headers.of(tiny), lora, train, [(length, 256)])
-    row = Example(np.arange(length + 1, dtype=np.int32) % 1000, np.arange(length + 1) > 512, "x")
-    peak = peak_of_step(tiny, lora, train, make_batch([row], [0], 1, length))
-    assert peak < (1 + ERROR) * planned.peak_bytes
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_the_plan_of_a_tree_is_within_its_error_of_the_measured_peak(recompute):
     """Of eight rows three quarters are common."""

@@ -102,6 +102,7 @@ def test_other_work_and_devices_are_measured(cache, limits, monkeypatch):
         (quantized(), 65, 16),
         (quantized(), 64, 17),
         (quantized(bits=8), 64, 16),
+        (quantized(dtype=mx.bfloat16), 64, 16),
         (quantized(intermediate_size=128), 64, 16),
     ]
     for arguments in others:

@@ -1,14 +1,11 @@
 """Headers of a base: of the Hub, of a config alone."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
 import huggingface_hub
-import mlx.core as mx
 import pytest
 
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.read import read_headers
 from tests.helpers.errors import check
@@ -34,15 +31,14 @@ def test_a_hub_id_is_planned_by_its_headers(monkeypatch, tmp_path):
     assert read_headers("owner/name") == Headers("owner/name", real.config, real.tensors)
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, run):
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, rejected):
     def unreachable(*_, **__):
         raise ConnectionError("no network\nmore of it")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", unreachable)
-    code, _, err = run("plan", "--model", "owner/name")
-    assert code == 2 and len(err.splitlines()) == 1
-    check(run.error, "network", "model", "owner/name", "no network")
+    error = rejected("plan", "--model", "owner/name")
+    check(error, "network", "model", "owner/name", "no network")
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-4b"])
@@ -63,21 +59,9 @@ def test_config_alone_is_planned_as_the_dense_checkpoint(name, tmp_path):
         ({"hidden_size": None}, "unsupported", "hidden"),
     ],
 )
-def test_a_config_alone_that_does_not_say_enough_is_rejected(changes, code, name, tmp_path, run):
+def test_a_config_alone_that_does_not_say_enough_is_rejected(
+    changes, code, name, tmp_path, rejected
+):
     config = dense_headers("llama-3-8b").config | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
-    exit_code, _, err = run("plan", "--model", tmp_path, "--memory", 8)
-    assert exit_code == 2 and len(err.splitlines()) == 1
-    check(run.error, code, None, name)
-
-
-def test_a_folder_in_a_format_that_is_not_known_is_one_line(run, tmp_path):
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "int8")
-    (file,) = folder.glob("model*.safetensors")
-    tensors = mx.load(str(file))
-    name = next(name for name in tensors if name.endswith("q_proj.weight"))
-    codes = {name: tensors[name].astype(mx.int8)}
-    mx.save_safetensors(str(file), {n: t for n, t in tensors.items() if name[:-6] not in n} | codes)
-    code, out, err = run("plan", "--model", str(folder))
-    assert code == 2 and not out and len(err.splitlines()) == 1
-    check(run.error, "unsupported", "model", name, "I8", "--quantize")
+    check(rejected("plan", "--model", tmp_path, "--memory", 8), code, None, name)

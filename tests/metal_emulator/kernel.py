@@ -1,13 +1,13 @@
 """Kernels that run here: the same call as MLX's, emulated instead of launched."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
-from . import machine, metal_source
-from .launch import Call, Definition, Program, Template, Triple
+from . import machine
+from .launch import Call, Definition, Program
 from .passes import Compiled, compile_call, quote
 from .report import Checks, KernelFault, Report
 
@@ -31,26 +31,16 @@ class EmulatedKernel:
         *,
         inputs: Sequence[mx.array | float],
         output_shapes: Sequence[Sequence[int]],
-        output_dtypes: Sequence[mx.Dtype],
-        grid: Triple,
-        threadgroup: Triple,
-        template: Template | None = None,
-        init_value: float | None = None,
+        **arguments,
     ) -> list[mx.array]:
         """The outputs; the report of the run is appended to ``reports``."""
-        call = Call(
-            inputs=tuple(x if isinstance(x, mx.array) else mx.array(x) for x in inputs),
-            output_shapes=tuple(tuple(shape) for shape in output_shapes),
-            output_dtypes=tuple(output_dtypes),
-            grid=tuple(grid),
-            threadgroup=tuple(threadgroup),
-            template=tuple(template or ()),
-            init_value=init_value,
-        )
+        arrays = tuple(x if isinstance(x, mx.array) else mx.array(x) for x in inputs)
+        call = Call(arrays, tuple(map(tuple, output_shapes)), **arguments)
         if self.compile_only:
             report = compile_call(self.language, self.definition, call, self.checks).report
             self.reports.append(report)
-            return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
+            shapes = zip(output_shapes, call.output_dtypes, strict=True)
+            return [mx.zeros(shape, dtype) for shape, dtype in shapes]
         values = [(x.shape, x.dtype, _bytes(x)) for x in call.inputs]
         key = (replace(call, inputs=()), values)
         if not self._last or self._last[0] != key:
@@ -91,7 +81,7 @@ def _run_all(
     for order in checks.orders:
         buffers = _buffers(compiled.program, definition, call)
         if 0 not in call.grid:
-            totals = machine.run(
+            machine.run(
                 library,
                 definition.name,
                 buffers,
@@ -99,42 +89,29 @@ def _run_all(
                 compiled.group,
                 whole_groups=cuda,
                 order=order,
-                seed=checks.seed,
                 threadgroup_limit=compiled.threadgroup_limit,
+                report=report,
             )
-            for field in fields(totals):
-                setattr(report, field.name, getattr(totals, field.name))
         outputs = [buffer for buffer in buffers if buffer.output]
         first = first or outputs
         for a, b in zip(first, outputs, strict=True):
             if a.data != b.data and not definition.atomic_outputs:
                 message = f"`{a.name}` differs between the orders {checks.orders[0]} and {order}"
                 raise KernelFault("order", definition.name, message)
-    _demand(definition, call, checks, report, first)
-    described = zip(first, call.output_shapes, call.output_dtypes, strict=True)
-    return [_array(b, s, d) for b, s, d in described], report
 
-
-def _demand(
-    definition: Definition,
-    call: Call,
-    checks: Checks,
-    report: Report,
-    outputs: list[machine.Buffer],
-) -> None:
-    """Every output byte is written, unless it had a value; no arithmetic in 16 bits."""
-    report.unwritten = {b.name: b.unwritten for b in outputs if b.unwritten}
+    report.unwritten = {b.name: b.unwritten for b in first if b.unwritten}
     poisoned = call.init_value is None or call.init_value != call.init_value
     if report.unwritten and poisoned and 0 not in call.grid:
         shown = ", ".join(f"{n} bytes of `{name}`" for name, n in report.unwritten.items())
         raise KernelFault("unwritten", definition.name, f"the kernel never writes {shown}")
-    operations = report.half_operations + report.bfloat_operations
-    if operations and not checks.low_precision:
+    half, bfloat = report.half_operations, report.bfloat_operations
+    if half + bfloat and not checks.low_precision:
         message = (
-            f"{report.half_operations} operations in half and {report.bfloat_operations} in bfloat;"
-            " compute in float and round once, at the store"
+            f"{half} operations in half and {bfloat} in bfloat; compute in float and round once"
         )
         raise KernelFault("precision", definition.name, message)
+    described = zip(first, call.output_shapes, call.output_dtypes, strict=True)
+    return [_array(b, s, d) for b, s, d in described], report
 
 
 _SAME_SIZE = {mx.bfloat16: mx.uint16}  # numpy has no bfloat16
@@ -161,7 +138,7 @@ def _buffers(program: Program, definition: Definition, call: Call) -> list[machi
         known[f"{name}_shape"] = np.resize(np.array(array.shape, np.int32), 8).tobytes()
         known[f"{name}_strides"] = np.resize(np.array(strides, np.int64), 8).tobytes()
         known[f"{name}_ndim"] = np.array(array.ndim, np.int32).tobytes()
-        if isinstance(program, metal_source.MetalProgram):
+        if program.strict_text:
             known[f"{name}_shape"] = known[f"{name}_shape"][: 4 * array.ndim]
             known[f"{name}_strides"] = known[f"{name}_strides"][: 8 * array.ndim]
     buffers = []

@@ -31,7 +31,7 @@ class Call:
 
     inputs: tuple[mx.array, ...]
     output_shapes: tuple[tuple[int, ...], ...]
-    output_dtypes: tuple[mx.Dtype, ...]
+    output_dtypes: Sequence[mx.Dtype]
     grid: Triple
     threadgroup: Triple
     template: Template = ()
@@ -53,3 +53,4 @@ class Program:
     source: str  # as the device's compiler would get it
     run_text: str
     buffers: tuple[str, ...]  # names of parameters: input, input_shape, ..., output
+    strict_text: str = ""  # of Metal alone: the same source for the face that checks types

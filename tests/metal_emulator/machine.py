@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from .report import KernelFault
+from .report import KernelFault, Report
 
 RED_ZONE = 4096
 STACK = 128 * 1024
@@ -81,17 +81,6 @@ class Buffer:
     unwritten: int = 0
 
 
-@dataclass(frozen=True)
-class Totals:
-    """What the run time counted."""
-
-    accesses: int
-    half_operations: int
-    bfloat_operations: int
-    roundings: int
-    threadgroup_bytes: int
-
-
 @cache
 def _library(path: Path) -> ctypes.CDLL:
     # Mathematical functions come from the process; not every Python is linked with them.
@@ -119,10 +108,10 @@ def run(
     *,
     whole_groups: bool,
     order: str,
-    seed: int,
     threadgroup_limit: int,
-) -> Totals:
-    """Runs all threads in one order; fills the outputs' ``data`` and ``unwritten``."""
+    report: Report,
+) -> None:
+    """Runs all threads in one order; fills the outputs' ``data`` and ``unwritten``, and counts."""
     places, at = [], RED_ZONE
     for buffer in buffers:
         places.append(at)
@@ -149,7 +138,7 @@ def run(
     launch.stacks, launch.stack_size = _memory(MAX_THREADS * STACK, "stacks")[1], STACK
     launch.arena, launch.arena_size = _memory(ARENA, "arena")[1], ARENA
     launch.arena_cells = _memory(ARENA * _CELL, "cells")[1]
-    launch.threadgroup_limit, launch.seed = threadgroup_limit, seed
+    launch.threadgroup_limit = threadgroup_limit
     launch.region_count = len(buffers)
     launch.grid, launch.group = (_u32 * 3)(*grid), (_u32 * 3)(*group)
     launch.whole_groups, launch.order = int(whole_groups), ORDERS.index(order)
@@ -160,4 +149,5 @@ def run(
         if buffer.output:
             buffer.data = pages[place : place + len(buffer.data)]
             buffer.unwritten = region.unwritten
-    return Totals(launch.accesses, *launch.counters, launch.threadgroup_bytes)
+    report.accesses, report.threadgroup_bytes = launch.accesses, launch.threadgroup_bytes
+    report.half_operations, report.bfloat_operations, report.roundings = launch.counters

@@ -7,7 +7,6 @@ its callback the full generated source. So no signature rule of MLX is copied he
 """
 
 import re
-from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -22,13 +21,6 @@ SHARED_ARRAY = (
     r"(?:\s+[A-Za-z_]\w*)*?)\s+"
     rf"(?P<names>{_DECLARATOR}(?:\s*,\s*{_DECLARATOR})*)\s*;"
 ).replace("{{}}", "{}")
-
-
-@dataclass(frozen=True)
-class MetalProgram(Program):
-    """A Metal kernel; the strict text is the same source for the face that checks types."""
-
-    strict_text: str = ""
 
 
 def generated(definition: Definition, call: Call) -> tuple[str, str]:
@@ -64,7 +56,7 @@ def generated(definition: Definition, call: Call) -> tuple[str, str]:
     return found[0]
 
 
-def prepare(definition: Definition, call: Call) -> MetalProgram:
+def prepare(definition: Definition, call: Call) -> Program:
     """Both C++ texts of a call."""
     name, source = generated(definition, call)
     start = source.index(f"void {name}(")
@@ -77,7 +69,7 @@ def prepare(definition: Definition, call: Call) -> MetalProgram:
     shared = re.compile(r"\bthreadgroup" + SHARED_ARRAY)
     body = rewrite_shared(source[end:], shared)
     text = source[:end] + body
-    return MetalProgram(
+    return Program(
         name=definition.name,
         source=source,
         run_text=_run_text(name, _INSTANCE.sub("", text), instance, parameters),

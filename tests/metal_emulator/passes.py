@@ -54,11 +54,8 @@ def compile_call(language: str, definition: Definition, call: Call, checks: Chec
     group = call.threadgroup if cuda else tuple(max(1, min(t, g)) for t, g in sizes)
     groups = [-(-threads // size) for threads, size in zip(call.grid, group, strict=True)]
     report = Report(
-        kernel=definition.name,
-        source=program.source,
         threads_per_group=group[0] * group[1] * group[2],
         groups=groups[0] * groups[1] * groups[2],
-        orders=checks.orders,
         threadgroup_bytes=used,
     )
     return Compiled(program, report, group, limit)
@@ -75,7 +72,7 @@ def private_arrays(definition: Definition, call: Call) -> list[str]:
 
 
 @functools.cache  # a text is the same for many shapes
-def _check_metal(program: metal_source.MetalProgram) -> int:
+def _check_metal(program: Program) -> int:
     """The strict pass: types, address spaces, and language that Metal does not have."""
     _refuse(program.name, lint_words(program.source), program.source)
     llvm = _llvm(program, program.strict_text, METAL_SHIM, STRICT_FLAGS)

@@ -21,11 +21,8 @@ class KernelFault(Exception):
 class Report:
     """Totals of one launch; operations and accesses are those of one order of the threads."""
 
-    kernel: str
-    source: str
     threads_per_group: int
     groups: int
-    orders: tuple[str, ...]
     accesses: int = 0
     half_operations: int = 0
     bfloat_operations: int = 0
@@ -39,7 +36,6 @@ class Checks:
     """The rules for a kernel; the defaults are for kernels of this project."""
 
     orders: tuple[str, ...] = ("forward", "reverse", "shuffled")
-    seed: int = 0
     strict: bool = True  # the pass for types, address spaces and forbidden language
     low_precision: bool = False  # allow arithmetic in half and bfloat
     threadgroup_bytes: int = 32768

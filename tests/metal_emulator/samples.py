@@ -107,11 +107,10 @@ class Sample:
         }
         return kernel(**(call | changes))[0], kernel
 
-    def fault(self, *changes: tuple[str, str], **arguments) -> KernelFault:
-        """The fault of a run with each text replaced."""
-        with pytest.raises(KernelFault) as caught:
+    def fault(self, *changes: tuple[str, str], match: str, **arguments) -> None:
+        """Check the fault of a run with each text replaced."""
+        with pytest.raises(KernelFault, match=rf"(?s)\] {match}"):
             self.planted(*changes).run(**arguments)
-        return caught.value
 
 
 def inputs(dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:

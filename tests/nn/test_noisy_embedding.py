@@ -5,33 +5,17 @@ from dataclasses import replace
 import mlx.nn as nn
 import pytest
 
-from mlx_packs import LoRAConfig, TrainConfig, train_pack
+from mlx_packs import LoRAConfig, train_pack
 from mlx_packs.nn.wrapped import NoisyEmbedding
 from mlx_packs.runtime import mx
+from tests.helpers import runs
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
-from tests.helpers.rows import chat, write_rows
+from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.variants import slow_except
 
 ALPHA = 5.0
-TRAIN = TrainConfig(
-    iters=4,
-    batch_size=2,
-    max_seq_length=64,
-    lr_schedule="constant",
-    matmul_path="dense",
-    steps_per_report=1,
-    val_batches=0,
-    test_batches=1,
-    neftune_noise_alpha=ALPHA,
-)
-
-
-@pytest.fixture
-def rows(tmp_path):
-    words = "one two three four five six seven eight".split()
-    each = [chat(f"Say {word}.", f"{word}, I say, {word}.") for word in words]
-    return write_rows(tmp_path / "rows", train=each, valid=each[:4])
+TRAIN = replace(runs.TRAIN, val_batches=0, test_batches=1, neftune_noise_alpha=ALPHA)
 
 
 def test_noise_is_uniform_and_as_large_as_the_paper_has_it():
@@ -49,11 +33,12 @@ def test_noise_is_uniform_and_as_large_as_the_paper_has_it():
 
 
 @pytest.mark.parametrize("method", slow_except(["lora", "full"], "lora"))
-def test_a_run_trains_with_noise_and_scores_without(method, rows, tmp_path):
+def test_a_run_trains_with_noise_and_scores_without(method, tmp_path):
+    rows = write_rows(tmp_path / "rows", train=CHATS, valid=CHATS)
     lora = LoRAConfig() if method == "full" else LoRAConfig(rank=4)
     losses, scores = [], []
     for alpha in (ALPHA, 0.0):
-        train = replace(TRAIN, neftune_noise_alpha=alpha, method=method, iters=2)
+        train = replace(TRAIN, neftune_noise_alpha=alpha, method=method)
         run = train_pack(small_base(), rows, lora, train, tmp_path / f"p{alpha}")
         losses.append([line["loss"] for line in run.curve if "loss" in line])
         scores.append(run.report["ppl_before"])

@@ -6,25 +6,22 @@ In every family that trains, but those of `FALLS_BACK`; a run finds them by the 
 import shutil
 from dataclasses import replace
 
-import mlx.nn as nn
 import pytest
 
-from mlx_packs import LoRAConfig
+from mlx_packs import LoRAConfig, load_base
 from mlx_packs.adapters.attach import attach
 from mlx_packs.cpu.profile import CPU
 from mlx_packs.evaluation.perplexity import Scorer
-from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.prefix import PrefixKeys
-from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.objectives.causal_lm import forward, split_head
 from mlx_packs.objectives.exactness import why_not_shared
 from mlx_packs.ops.profile import forced_profile
-from mlx_packs.packs.base import Base
 from mlx_packs.runtime import mx
+from tests.helpers.checkpoints import write_dense
 from tests.helpers.families import family_base
 from tests.helpers.family_sweep import FAMILIES, REPRESENTATIVE, recomputed_sweep, sweep
 from tests.helpers.interpreter import run_python
-from tests.helpers.models import SMALL_FAMILIES, base_of, nf4_embedding
+from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.steps import adapted, fill_b
 from tests.helpers.trees import (
     BATCH,
@@ -126,33 +123,13 @@ def test_a_suffix_of_one_input(family):
     assert mx.allclose(states[:PREFIX], expected[0, :PREFIX], atol=1e-5).item()
 
 
-def nf4_base() -> Base:
-    """A small model whose linears and table are in NF4."""
-    base = base_of("qwen3")
-    modules = []
-    for path, module in base.model.named_modules():
-        if type(module) is nn.Linear:
-            modules.append((path, NF4Linear.from_linear(module)))
-        if type(module) is nn.Embedding:
-            modules.append((path, nf4_embedding(module)))
-    replace_modules(base.model, modules)
-    return base
-
-
-def four_bit_base() -> Base:
-    """A small model quantized to 4 bits."""
-    base = base_of("qwen3")
-    nn.quantize(base.model, group_size=32, bits=4)
-    base.model.freeze()
-    return base
-
-
 @pytest.mark.parametrize(
-    ("make", "matmul_path"),
-    [(four_bit_base, "quantized"), (four_bit_base, "transient"), (nf4_base, "transient")],
+    ("quantize", "matmul_path"),
+    [("affine4", "quantized"), ("affine4", "transient"), ("nf4", "transient")],
 )
-def test_every_matmul_path(make, matmul_path):
-    attached = attach(make(), LoRAConfig(rank=2), None, matmul_path)
+def test_every_matmul_path(quantize, matmul_path, tmp_path):
+    base = load_base(write_dense(tmp_path / "dense", mx.float32), quantize)
+    attached = attach(base, LoRAConfig(rank=2), None, matmul_path)
     fill_b(attached)
     head = split_head(attached.model)
     attached.model.train()

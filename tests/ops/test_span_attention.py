@@ -38,7 +38,7 @@ def test_span_attention_equals_masked_attention(spans, kv_heads):
     assert all_close(results, expected, rtol=0, atol=1e-5)
 
 
-def test_span_attention_has_no_scores_of_other_segments():
+def test_span_attention_has_no_scores_of_other_segments(monkeypatch):
     """Its operations grow with the sum of the squared lengths, not with the squared sum."""
     arrays = inputs(64, 2)
     shapes = set()
@@ -48,9 +48,8 @@ def test_span_attention_has_no_scores_of_other_segments():
         shapes.add((q.shape[0], q.shape[2], k.shape[2], options["mask"]))
         return attend(q, k, v, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
-        span_attention(*arrays, 1.0, ((16, 16), (24, 8)))
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
+    span_attention(*arrays, 1.0, ((16, 16), (24, 8)))
     assert shapes == {(2, 16, 16, "causal"), (1, 24, 24, "causal"), (1, 8, 8, "causal")}
 
 

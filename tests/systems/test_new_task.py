@@ -38,8 +38,8 @@ SETTINGS = """\
 """
 # By file: what is inserted, and the line that it stands before.
 ENTRIES = {
-    "config/choices.py": [(FACTS, '        "distill": TaskFacts(\n')],
-    "config/tasks.py": [(SETTINGS, "    teacher_cache: str | None = _teacher(\n")],
+    "config/choices.py": (FACTS, '        "distill": TaskFacts(\n'),
+    "config/tasks.py": (SETTINGS, "    teacher_cache: str | None = _teacher(\n"),
 }
 SHORT = "--iters 1 --batch-size 2 --max-seq-length 64 --val-batches 0 --test-batches 1".split()
 SHORT += "--matmul-path dense --metric none".split()
@@ -62,12 +62,10 @@ def package(tmp_path_factory) -> Path:
     shutil.copytree(PACKAGE, copy, ignore=ignored)
     shutil.copytree(NEW, copy, ignore=ignored, dirs_exist_ok=True)
 
-    for name, entries in ENTRIES.items():
+    for name, (entry, before) in ENTRIES.items():
         text = (copy / name).read_text(encoding="utf-8")
-        for entry, before in entries:
-            assert text.count(before) == 1, f"{name} has no longer one place for entries:\n{before}"
-            text = text.replace(before, entry + before)
-        (copy / name).write_text(text, encoding="utf-8")
+        assert text.count(before) == 1, f"{name} has no longer one place for entries:\n{before}"
+        (copy / name).write_text(text.replace(before, entry + before), encoding="utf-8")
     return copy
 
 

@@ -1,22 +1,19 @@
 """Section 2 of docs/systems.md: QLoRA for an 8B Llama 3, in two phases (ADR-001)."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from mlx.utils import tree_flatten
 from mlx_lm.models import llama as llama_family
 
 from mlx_packs import LoRAConfig, load_base
 from mlx_packs.adapters.attach import attach
-from mlx_packs.bases.files import tiny_checkpoint
 from mlx_packs.cli.main import packs
 from mlx_packs.packs.base import Base
 from mlx_packs.packs.making import pack_of
 from mlx_packs.runtime import mx
-from tests.helpers.models import model_of
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.rows import write_rows
 
 pytestmark = pytest.mark.systems
@@ -32,24 +29,15 @@ LLAMA_3 = {
         "original_max_position_embeddings": 8192,
     },
 }
-SMALL = {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 2, "head_dim": None}
+SMALL = {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 2, "head_dim": 4}
 CODE = [{"text": f"def f{i}(x):\n    return x * {i} + {i % 7}\n" * 3} for i in range(40)]
 
 
 @pytest.fixture
 def llama(tmp_path) -> Path:
     """A Llama 3.1 of true ratios, vocabulary and RoPE, 1/32 as wide, with random weights."""
-    folder = tmp_path / "llama-3.1"
-    folder.mkdir()
-    model, config = model_of("llama", **{**LLAMA_3, **SMALL})
-    weights = {n: t.astype(mx.bfloat16) for n, t in tree_flatten(model.parameters())}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    config = {k: v for k, v in config.items() if v is not None} | {"torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
-    for file in tiny_checkpoint().glob("*"):
-        if "token" in file.name or "template" in file.name:
-            shutil.copy(file, folder)
-    return folder
+    config = {**LLAMA_3, **SMALL, "torch_dtype": "bfloat16"}
+    return write_checkpoint(tmp_path / "llama-3.1", "llama", mx.bfloat16, **config)
 
 
 @pytest.mark.slow

@@ -94,11 +94,14 @@ class BodyKind(Kind):
         server = self.embedding if name == "embedding" else self.server
         body = Path(SUBJECT, f"{name}.json").read_bytes()
         status, headers, answer = server.request("POST", PATHS[name], body)
-        self.check_alive()
+        if not (self.server.worker.is_alive and self.embedding.worker.is_alive):
+            raise RuntimeError("a worker has died")
         if headers.get("content-type", "").startswith("text/event-stream"):
             for event in answer.decode().split("\n\n"):
                 if (data := event.removeprefix("data: ")) not in ("", "[DONE]"):
-                    _check_event(strict_json(data))
+                    told = strict_json(data)
+                    if told.get("error", {}).get("type") == "server_error":
+                        raise RuntimeError(f"{told}")
             return
         judge(status, answer)
         content = strict_json(answer)
@@ -110,13 +113,3 @@ class BodyKind(Kind):
 
     def calls(self, case):
         return [library(lambda: self._post(self.chosen), PATHS[self.chosen])]
-
-    def check_alive(self) -> None:
-        """Raise an error if one of the workers has died."""
-        if not (self.server.worker.is_alive and self.embedding.worker.is_alive):
-            raise RuntimeError("a worker has died")
-
-
-def _check_event(event: dict) -> None:
-    if event.get("error", {}).get("type") == "server_error":
-        raise RuntimeError(f"{event}")
