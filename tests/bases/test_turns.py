@@ -25,6 +25,8 @@ from tests.bases.changes import set_keys
 from tests.helpers.bases import copy_tiny
 from tests.helpers.rows import chat
 
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+
 OPEN = "{% for m in messages %}{{ ('<|im_start|>' if m.role == 'user' else '<tool_call>') + '\n' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<tool_call>\n' }}{% endif %}"
 EMPTY_THOUGHT = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n</think>' }}{% endif %}"
 CALLS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}{{ 'END' if m.tool_calls else '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -355,3 +357,15 @@ def test_targets_prompts_and_bos_are_those_of_a_published_template(folder, famil
 
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokens.count(tokenizer.convert_tokens_to_ids(bos)) == text.count(bos)
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": TURNS[:2]}, {"prompt": "Say blue.", "completion": "blue"}]
+)
+def test_the_prompt_in_training_is_the_prompt_in_use(folder, row):
+    tokenizer = loaded(folder, PLAIN)
+    prompt = tokenizer.encode("user: Say blue.\nassistant: ", add_special_tokens=False)
+    assert learned(tokenizer, row)[1] == [
+        *prompt,
+        *tokenizer.encode("blue<|im_end|>", add_special_tokens=False),
+    ]

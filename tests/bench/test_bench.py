@@ -370,3 +370,12 @@ def test_the_plan_predicts_by_what_was_measured_on_this_device(benched, run, mon
     monkeypatch.setattr(runtime, "device_name", lambda: "another (cpu)")
     assert step_time.measured_steps() == []
     chips.chip_here.cache_clear()
+
+
+def test_no_path_and_no_name_is_in_what_is_shared(benched):
+    _, folder = benched
+    for file in ("r.json", "r.md"):
+        text = (folder / file).read_text()
+        for secret in (str(Path.home()), str(folder), socket.gethostname()):
+            assert secret not in text
+        assert not re.search(r"(?<![\w.])/(?:home|Users|tmp|work|root|usr|var)\b", text)

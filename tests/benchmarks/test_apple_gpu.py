@@ -6,12 +6,13 @@ from importlib.metadata import version
 import mlx.core as mx
 import pytest
 
-from benchmarks import history
-from benchmarks.apple_gpu import costs, lazy_graph, libmlx
+from benchmarks import graph, history
+from benchmarks.apple_gpu import command, costs, lazy_graph, libmlx
 from benchmarks.apple_gpu.capture import MLX_LM, OURS, StepJob
 from benchmarks.apple_gpu.peak import Queue, peak_bytes
 from benchmarks.apple_gpu.published import TASK, compare, predicted_s
-from benchmarks.apple_gpu.step import lay_out
+from benchmarks.apple_gpu.seconds import CHIPS, STEP_S
+from benchmarks.apple_gpu.step import Costs, Step, lay_out
 from benchmarks.workloads import QWEN3_4B
 from tests.helpers.memory import active_bytes
 
@@ -23,6 +24,10 @@ LIMITS = {
     ("quantized", "block"): (156, 5.75),
 }
 MLX_LM_PRIMITIVES = {"none": 114, "block": 148}
+
+# A step with made-up costs, for what only adds them up.
+COSTS = Costs(100.0, 90.0, 4e9, 1e12, 1e9, {chip: 0.01 for chip in CHIPS})
+STEP = Step(OURS, StepJob(QWEN3_4B, 1, 2048), 2048, COSTS, {}, COSTS, 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,3 +122,25 @@ def test_what_is_predicted_is_near_what_was_published():
         if r.date == newest and r.metric == "predicted over published":
             name = r.shape.partition(", rank")[0]
             assert r.p50 == pytest.approx(shares[name], rel=0.01), name
+
+
+@pytest.fixture
+def laid_out(monkeypatch):
+    """`steps` lays out this step, as if it were the one of both implementations."""
+    theirs = dataclasses.replace(STEP, implementation=MLX_LM)
+    monkeypatch.setattr(command, "lay_out", lambda *_: [theirs, theirs, STEP])
+
+
+def test_the_command_prints_and_records_steps(laid_out, tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    arguments = ["steps", "--model", "qwen3-4b", "--batch", "1", "--path", "quantized"]
+    assert graph.main([*arguments, "--chip", "m3-max,M4 Max", "--history", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "no Mac was timed" in printed and max(map(len, printed.splitlines())) <= 100
+    records = [r for r in history.read(file) if r.implementation == "mlx_packs quantized"]
+    values = {r.metric: r.p50 for r in records}
+    assert values["primitives"] == STEP.whole.primitives
+    assert values["M3 Max"] == pytest.approx(STEP.whole.seconds["M3 Max"], rel=1e-3)
+    assert values["time over mlx-lm"] == 1 and "M2 Pro" not in values
+    assert {r.device for r in records} == {"Apple GPUs, predicted (no Mac timed)"}
+    assert STEP_S < values["M4 Max"]

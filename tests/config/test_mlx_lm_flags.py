@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from mlx_lm import lora as theirs
+from mlx_lm.tuner import callbacks
 from mlx_lm.tuner import datasets as their_data
 from mlx_lm.tuner import utils as their_tuner
 from mlx_lm.utils import _parse_size
@@ -21,6 +22,7 @@ from mlx_packs.config.fields import read_settings
 from mlx_packs.config.recipe import resolve, tiny_recipe
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.display import NORMAL, Display
+from mlx_packs.errors import PackError
 from mlx_packs.optim import make_optimizer, schedule
 from mlx_packs.runtime import mx
 from mlx_packs.training.attached import _describe
@@ -320,3 +322,9 @@ def test_examples_make_packs_that_stock_mlx_lm_opens():
     for file in TABLE.parent.glob("*.yaml"):
         recipe = resolve(translate(read_settings(file), str(file)), str(file))
         assert not recipe.lora.rank_pattern
+
+
+def test_report_to_is_an_error_before_anything_is_loaded(monkeypatch, nothing_is_loaded):
+    monkeypatch.setattr(callbacks, "wandb", None)
+    error = invoke_train("--report-to", "wandb").exception
+    assert isinstance(error, PackError) and error.message.startswith("--report-to wandb: ")

@@ -281,3 +281,10 @@ def test_the_gguf_package_reads_an_adapter(family, tmp_path):
     for name, delta in pairs.items():
         a, b = by_name[f"{name}.lora_a"], by_name[f"{name}.lora_b"]
         assert np.abs(alpha / a.shape[0] * b @ a - delta).max() < 1e-6
+
+
+def test_a_manifest_without_heads_is_not_exported_in_a_wrong_order(pack, tmp_path):
+    pack.manifest["base"]["num_heads"] = None
+    with raises("unsupported", None, "num_heads"):
+        export_pack(pack, "gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """packs export and import: PEFT's and mlx-lm's folders, by numbers."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from mlx_packs import Pack, load_base
-from mlx_packs.convert.external import CONFIG
+from mlx_packs.convert.external import CONFIG, verify_numerically
 from mlx_packs.convert.interop import SIDECAR, export_pack, import_adapter
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.convert.peft import Peft
@@ -251,3 +252,11 @@ def test_whole_conv1d_weights_of_gpt2_are_turned_when_merged(bases, tmp_path):
     merged(Pack.open(tmp_path / "pack"), bases["gpt2"], tmp_path / "out")
     written = mx.load(str(tmp_path / "out" / "model.safetensors"))
     assert all(mx.array_equal(written[n], whole[f"transformer.{n}"]).item() for n in names)
+
+
+def test_nan_proves_nothing(bases, tmp_path):
+    pack = pack_with(bases["qwen3"], tmp_path / "pack", rank=2, target_modules=("q_proj",))
+    tensors = {name: tensor * math.nan for name, tensor in pack.load_tensors().items()}
+    theirs = dict.fromkeys(pack.specs, lambda x: np.zeros((4, 128)))
+    with raises("mismatch", None, Q0):
+        verify_numerically(pack.specs, tensors, theirs, tmp_path)

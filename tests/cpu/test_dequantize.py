@@ -27,3 +27,10 @@ def test_dequantize_of_other_modes_is_mlxs_own(mode):
     expected = mx.dequantize(weight, scales, mode=mode)
     result = CPU.dequantize(weight, scales, None, group, bits, mode)
     assert result.dtype == expected.dtype and mx.array_equal(result, expected).item()
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_dequantize_on_a_cpu_is_vectorized(monkeypatch, bits):
+    quantized = mx.quantize(mx.random.normal((4, 64)), 64, bits)
+    monkeypatch.setattr(mx, "dequantize", None)
+    CPU.dequantize(*quantized, 64, bits, "affine")

@@ -1,5 +1,6 @@
 """Pieces of an operation on one stream and on two: the same numbers, whatever the operation."""
 
+import threading
 from dataclasses import replace
 
 import mlx.nn as nn
@@ -140,3 +141,20 @@ def test_a_core_is_idle_beside_a_blas_of_one_thread(name, threads, cores, idle, 
     monkeypatch.setattr(runtime, "BLAS", Blas(name, True, "", threads))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     assert cpu_profile.core_is_idle() == idle
+
+
+def test_another_thread_has_a_second_stream_of_its_own():
+    x, y = noise(33, 64), noise(33, 64)
+    results = []
+
+    def compute():
+        result = profile().swiglu(x, y)
+        mx.eval(result)
+        results.append(np.array(result))
+
+    with forced_profile(TWO_STREAMS):
+        compute()
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert (results[0] == results[1]).all()

@@ -278,3 +278,12 @@ def test_the_fingerprint_of_rows_with_pil_images_is_of_their_pixels():
     assert hashes[0] == hashes[1] != hashes[2]
     broken = pytest.importorskip("PIL.Image").open(io.BytesIO(png()[:60]))
     assert source_of([{"image": broken}]).splits["train"].fingerprint()
+
+
+def test_system_and_tool_messages_may_have_images():
+    row = asked({**parts(url("a.png")), "role": "system"}, user("What?"))
+    assert shown(read(row))[1] == ["a.png"]
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    row = asked(user("What?"), call, {**parts("Seen: ", url("a.png")), "role": "tool"})
+    assert shown(read(row)) == (["What?", "", f"Seen: {M}", "A cat."], ["a.png"])

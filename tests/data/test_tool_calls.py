@@ -170,3 +170,14 @@ def test_arguments_that_a_model_wrote_wrong_are_served_as_they_are():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{city"}}
     served = Message.model_validate({"role": "assistant", "tool_calls": [call]}).to_template()
     assert served["tool_calls"][0]["function"]["arguments"] == "{city"
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Bonn", "a": null}', ""])
+def test_serving_has_the_same_form_as_training(arguments):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    served = Message.model_validate(message).to_template()
+    assert served == turns_of([message])[0].message
+    call["function"]["arguments"] = "{city"  # as a model wrote it
+    served = Message.model_validate(message).to_template()
+    assert served["tool_calls"][0]["function"]["arguments"] == "{city"

@@ -104,3 +104,11 @@ def test_a_port_in_use_is_named():
             link.connect(Launched(0, 2, "127.0.0.1", port), {})
         own = Launched(1, 2, "127.0.0.1", port + 1, port)
         assert str(port) in link._port_fault(own)
+
+
+def test_ranks_of_different_versions_do_not_train_together():
+    errors = connected([{"mlx": "1"}, {"mlx": "1"}, {"mlx": "2"}])
+    assert all(isinstance(error, PackError) for error in errors)
+    for word in ("rank 2", "mlx 2", "rank 0 1"):
+        assert word in errors[0].message
+    assert errors[0].code == "mismatch"

@@ -206,3 +206,13 @@ def test_a_4_bit_table_is_read_and_a_tied_one_is_not(stack_folder, tmp_path):
     result = graph(load_base(tmp_path / "tied")).facts
     assert result["embedding"] == "in memory: the head is this table (model.embed_tokens)"
     assert result["head"] == "model.embed_tokens, tied and frozen"
+
+
+def test_stack_leaves_out_projections_whose_tensors_contradict():
+    base = base_of("llama", **SQUARE)
+    nn.quantize(base.model, group_size=32, bits=4)
+    o_proj = base.model.layers[0].self_attn.o_proj
+    o_proj.scales = o_proj.scales[:, :1]
+    result = graph(base).facts
+    assert result["stack"] == [O_PROJ.format(1)]
+    assert "without the output projection of 1 blocks" in result["note"]

@@ -14,9 +14,11 @@ from mlx_packs.memory.matmul_path import (
     time_paths,
     weight_kinds,
 )
+from mlx_packs.nn.frozen_weight import frozen_weight
+from mlx_packs.nn.nf4 import NF4Linear
 from mlx_packs.nn.quantized import PATHS
 from mlx_packs.runtime import mx
-from tests.helpers.models import base_of
+from tests.helpers.models import base_of, nf4_embedding
 
 EVERY = tuple(MATMUL_PATHS)
 STEP_S = {"quantized": 3.0, "transient": 2.0, "dense": 1.0}
@@ -226,3 +228,21 @@ def test_no_time_for_each_path_is_no_measurement(monkeypatch):
     clock = FakeClock(monkeypatch, dict.fromkeys(EVERY, 1e3))
     assert time_paths(weight_kinds(quantized(), 64, 16), EVERY, 2.0) is None
     assert len(clock.calls) == 1
+
+
+def first_rows_of(linear: nn.Linear, embedding: nn.Embedding) -> list[nn.Module]:
+    return [
+        nn.QuantizedLinear.from_linear(linear, 32, 8),
+        nn.QuantizedLinear.from_linear(linear, mode="mxfp4"),
+        NF4Linear.from_linear(linear, 64, False),
+        nf4_embedding(embedding, 64, True),
+    ]
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_first_rows_are_those_of_the_weight(kind):
+    linear, embedding = nn.Linear(96, 200), nn.Embedding(200, 96)
+    module = first_rows_of(linear, embedding)[kind]
+    part, whole = frozen_weight(module).first_rows(7), frozen_weight(module).dense()
+    assert mx.array_equal(frozen_weight(part).dense(), whole[:7])
+    assert mx.array_equal(frozen_weight(module).dense(), whole), "the module stays as it was"

@@ -6,10 +6,12 @@ Not collected with an mlx-lm that cannot train mixtures (conftest.py).
 import json
 
 import pytest
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_packs.adapters.attach import attach
 from mlx_packs.config.schema import LoRAConfig
+from mlx_packs.nn.surgery import replace_modules
 from mlx_packs.packs.making import attach_pack, pack_of
 from mlx_packs.packs.pack import Pack
 from mlx_packs.runtime import mx
@@ -116,3 +118,25 @@ def test_train_inspect_apply_and_generate_with_experts(run, tmp_path):
         *("--prompt", "a", "--max-tokens", 3, "--raw"),
     )
     assert code == 0, err
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_merged_experts_give_the_attached_forward(bits):
+    base = family_base("gpt_oss", bits)  # its experts have a bias
+    attached = attach(base, LoRAConfig(rank=RANK, target_modules=expert_paths(base.model)))
+    randomized(attached)
+    expected = base.model(TOKENS)
+    merged = merged_weights(attached)
+    attached.detach()
+
+    modules = dict(base.model.named_modules())
+    replaced = []
+    for path, weight in merged.items():
+        experts, out, width = weight.shape
+        linear = SwitchLinear(width, out, experts)
+        linear.weight = weight
+        linear.bias = modules[path].bias
+        replaced.append((path, linear))
+    replace_modules(base.model, replaced)
+
+    assert mx.abs(base.model(TOKENS) - expected).max().item() < 1e-5

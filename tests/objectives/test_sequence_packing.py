@@ -1,6 +1,7 @@
 """Packed examples: each is trained as if it were alone, in every family; or packing is rejected."""
 
 import re
+import shutil
 import threading
 
 import pytest
@@ -15,6 +16,7 @@ from mlx_packs.objectives.exactness import check_packing
 from mlx_packs.runtime import mx
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
+from tests.helpers.interpreter import run_python
 from tests.helpers.models import SMALL_FAMILIES, base_of
 from tests.helpers.observers import observe
 from tests.helpers.packing import LIMIT, ROWS, aligned_batch, attached_model, packed_batch
@@ -138,3 +140,31 @@ def test_no_thread_is_left_when_a_run_breaks_off(ragged_chats, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         train_pack(small_base(), ragged_chats, LoRAConfig(rank=2), PACKED, tmp_path / "p")
     assert not any(t.name.startswith("ahead") for t in threading.enumerate())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles with g++ on CPUs")
+def test_packed_steps_are_the_same_compiled_and_uncompiled():
+    code = """
+from mlx_packs.config.schema import TrainConfig
+from mlx_packs.ops.span_attention import span_attention
+from mlx_packs.optim import make_optimizer
+from mlx_packs.runtime import mx
+from tests.helpers.steps import largest_difference, lm_stepper
+from tests.helpers.packing import attached_model, packed_batch
+def steps():
+    mx.random.seed(7)
+    attached, head = attached_model("qwen3", recompute=True)
+    optimizer = make_optimizer(TrainConfig(optimizer="sgd", learning_rate=0.1, iters=1))
+    optimizer.init(attached.model.trainable_parameters())
+    stepper = lm_stepper(attached.model, optimizer, head=head)
+    for _ in range(2):
+        stepper(packed_batch(), True, True)
+    return attached.tensors(), stepper.traces
+mx.disable_compile(); plain, none = steps()
+mx.enable_compile(); compiled, one = steps()
+print(largest_difference(plain, compiled), none, one)
+"""
+
+    difference, *traces = run_python(code).split()
+    assert float(difference) < 1e-6 and traces == ["0", "1"]

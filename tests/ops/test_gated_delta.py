@@ -1,5 +1,7 @@
 """The gated delta rule by chunks against the loop over tokens, and who computes it on a device."""
 
+import io
+import re
 from unittest import mock
 
 import pytest
@@ -146,3 +148,20 @@ def test_a_cpu_has_no_fused_gradient():
     with runtime.assumed_device("gpu"):  # MLX lays out the loop of a CPU here
         assert not gated_delta_kernel.has_fused_gradient(16, 32, 128, 128)
     gated_delta_kernel.has_fused_gradient.cache_clear()
+
+
+def count_of_arrays(function, inputs: list[mx.array]) -> int:
+    mx.eval(inputs)
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *all_of(function, inputs).values())
+    views = "Broadcast Reshape Transpose ExpandDims Squeeze Slice Split Depends".split()
+    return sum(name not in views for name in re.findall(r'label ="(\w+)"', graph.getvalue()))
+
+
+def test_launches_grow_by_a_few_for_each_chunk():
+    counts = [
+        count_of_arrays(gated_delta.gated_delta, inputs_of((1, tokens, 1, 1, 8, 8)))
+        for tokens in (512, 1024)
+    ]
+    assert counts[1] - counts[0] == 8 * (2 * 3 + 4)  # three launches forward, four backward
+    assert counts[0] < 300 < count_of_arrays(gated_delta.reference, inputs_of((1, 64, 1, 1, 8, 8)))

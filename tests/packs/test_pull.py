@@ -330,3 +330,13 @@ def test_a_folder_comes_before_a_hub_id(here, hub, rejected):
     assert Pack.open("me/p").path == Path("me/p")
     check(rejected("inspect", "me/typo"), "not-found", None, "me/typo")
     assert hub.requests == []
+
+
+def test_inspect_names_a_damaged_file_of_the_hub(here, run, caplog):
+    write_pack(here / "p")
+    (here / "p" / "hub.json").write_text("{}")
+    code, out, _ = run("inspect", "p")
+    assert code == 0 and "hub     " not in out
+    assert [r.getMessage() for r in caplog.records] == [
+        "p/hub.json: is ignored, since it is damaged. Pull the pack again."
+    ]

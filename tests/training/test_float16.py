@@ -15,7 +15,7 @@ from mlx_packs.adapters.attach import attach
 from mlx_packs.bases.tokenizer import load_tokenizer
 from mlx_packs.data.dataset import Batch
 from mlx_packs.objectives.causal_lm import CausalLM, split_head
-from mlx_packs.optim import make_optimizer
+from mlx_packs.optim import OPTIMIZERS, make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training import step, update
 from mlx_packs.training.checkpoint import has_loss_scale
@@ -27,6 +27,7 @@ from tests.helpers.errors import raises
 from tests.helpers.models import base_of
 from tests.helpers.runs import Lines
 from tests.helpers.steps import examples_of, fill_b, make_batch, weighted, with_weight
+from tests.helpers.variants import slow_except
 from tests.training.conftest import snapshot
 
 TRAIN = TrainConfig(
@@ -265,3 +266,27 @@ def test_a_loaded_base_that_overflows_is_an_error(checkpoint):
         trained(base, ROWS, replace(TRAIN, compute_dtype="auto"))
     with raises("conflict", "compute_dtype", "load_base"):
         trained(base, ROWS, out="p")
+
+
+@pytest.mark.slow
+def test_accumulated_batches_are_taken_again(checkpoint, here):
+    train = ["one two three four", "five six seven", "eight nine ten", f"one {LARGE} two three"]
+    rows = texts(here / "d", train, "one two six")
+    train = replace(TRAIN, grad_accumulation_steps=4, iters=8)
+    result, lines = trained(checkpoint, rows, train)
+    assert any("continues in bfloat16" in line for line in lines)
+    assert [line["batch"] for line in result.curve if "loss" in line] == [*range(1, 9)]
+    assert result.report["steps"] == 2
+    assert RunFolder(Path("o-run")).checkpoints()[0].name == "step-000000"
+
+
+@pytest.mark.parametrize("name", slow_except(OPTIMIZERS, "adamw"))
+def test_a_guarded_update_is_the_optimizers_own(name):
+    results = []
+    for scale in (FIRST, None):
+        config = TrainConfig(iters=9, optimizer=name)
+        model, stepper = stepper_of(mx.float32, scale, make_optimizer(config))
+        for _ in range(2):
+            stepper(batch_of(), True, True)
+        results.append(dict(tree_flatten(model.trainable_parameters())))
+    assert max(relative_errors(*results)) < 1e-4

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mlx_packs import TrainConfig, train_pack
+from mlx_packs import Phase, TrainConfig, train_pack
 from mlx_packs.errors import RunStopped
 from mlx_packs.memory.pressure import CRITICAL, LOW, NONE, Pressure
 from mlx_packs.packs.pack import Pack
@@ -194,3 +194,11 @@ def test_a_clock_that_is_set_back_changes_no_throughput(train, monkeypatch):
     run = train()
     assert all(line["tokens_per_s"] > 0 for line in run.curve if "loss" in line)
     assert 0 < run.report["train_s"] < 3600 and run.report["tokens_per_s"] > 0
+
+
+def test_pieces_persist_through_phases(train, short_memory):
+    short_memory += [LOW]
+    two = (Phase("one", data="d", iters=2), Phase("two", data="d", iters=2))
+    run = train(data=None, phases=two, **SIX)
+    assert [line["micro_batches"] for line in run.curve if "micro_batches" in line] == [2]
+    assert run.report["batches"] == 4

@@ -5,15 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from mlx_packs import Phase, TrainConfig
+from mlx_packs import LoRAConfig, Phase, TrainConfig, train_pack
 from mlx_packs.errors import RunStopped
 from mlx_packs.objectives.causal_lm import CausalLM
+from mlx_packs.objectives.embedding import EmbeddingObjective
 from mlx_packs.optim import make_optimizer
 from mlx_packs.runtime import mx
 from mlx_packs.training import on_nan, step
 from mlx_packs.training.run_folder import RunFolder
+from tests.helpers.encoders import all_scored, write_pairs
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
 from tests.helpers.rows import write_rows
@@ -178,3 +181,19 @@ def test_phases_go_on_after_a_fault(train, monkeypatch):
     (record,) = records()
     assert record["batch"] > 6 and record["rows"] == ["narrow/train.jsonl:3"]
     assert len(run.report["phases"]) == 2 and run.report["batches"] == 12
+
+
+def test_pairs_have_rows_too(encoder, here, monkeypatch):
+    data, prepared = write_pairs(here / "d", all_scored()), []
+
+    def poisoned_once(objective, batch):
+        prepared.append(batch.examples)
+        weight = math.nan if len(prepared) == 1 else 1.0
+        return batch.having(weights=batch.inputs["weights"] * np.float32(weight))
+
+    monkeypatch.setattr(EmbeddingObjective, "prepare", poisoned_once)
+    config = TrainConfig(task="embedding", batch_size=4, iters=2, on_nan="skip", val_batches=0)
+    run = train_pack(encoder, str(data), LoRAConfig(rank=2), config, "p")
+    (skipped,) = records()
+    assert run.report["skipped"] == 1 and len(skipped["rows"]) == 4
+    assert skipped["rows"] == [f"{data}/train.jsonl:{i + 1}" for i in prepared[0]]

@@ -136,3 +136,9 @@ def test_samples_that_find_no_place_in_time(generator, tmp_path, monkeypatch):
         client = TinkerClient(server)
         answer = client.call("asample", sample_body(client.session_on()))
     assert "queue is full" in answer["error"]
+
+
+def test_a_client_that_leaves_a_sample(client, server):
+    answer = client.post("asample", sample_body(client.session_on()) | {"num_samples": 4})
+    server.request("POST", "/api/v1/cancel_future", {"request_id": answer["request_id"]})
+    assert client.sample(client.session_on(), [1, 2]).sequences
