@@ -269,11 +269,9 @@ def test_a_loaded_base_that_overflows_is_an_error(checkpoint):
 
 
 @pytest.mark.slow
-def test_accumulated_batches_are_taken_again(checkpoint, here):
-    train = ["one two three four", "five six seven", "eight nine ten", f"one {LARGE} two three"]
-    rows = texts(here / "d", train, "one two six")
+def test_accumulated_batches_are_taken_again(checkpoint):
     train = replace(TRAIN, grad_accumulation_steps=4, iters=8)
-    result, lines = trained(checkpoint, rows, train)
+    result, lines = trained(checkpoint, ROWS, train)
     assert any("continues in bfloat16" in line for line in lines)
     assert [line["batch"] for line in result.curve if "loss" in line] == [*range(1, 9)]
     assert result.report["steps"] == 2
