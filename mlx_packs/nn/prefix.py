@@ -39,36 +39,34 @@ class PrefixCache:
     """Takes the place of mlx-lm's cache of a layer, in both passes."""
 
     offset = 0  # position of the first input, whenever a layer or a mask asks for it
-    kept: Arrays | None = None  # [G, ...] of the pass before; None in the first
+    earlier: Arrays | None = None  # [G, ...] of the pass before; None in the first
     copies = 1  # rows of this pass that follow each row of the pass before
-    is_last = False  # whether no other pass reads what this one leaves
+    is_last = False  # whether no other pass reads the arrays of this one
 
-    def left(self) -> Arrays:
-        """Return the arrays that suffixes read, as this pass leaves them."""
+    def arrays(self) -> Arrays:
+        """Return the arrays of this pass that suffixes read."""
         raise NotImplementedError
 
-    def take(self, left: Arrays) -> None:
-        """Replace the arrays that this pass leaves."""
+    def set_arrays(self, arrays: Arrays) -> None:
         raise NotImplementedError
 
-    def start(self) -> None:
-        """Forget what a pass left."""
-        raise NotImplementedError
+    def reset(self) -> None:
+        """Forget the arrays of this pass, if it has any."""
 
-    def keeping(self, kept: Arrays | None) -> "PrefixCache":
-        """Return an unused cache of the same pass that keeps other arrays."""
+    def following(self, earlier: Arrays | None) -> "PrefixCache":
+        """Return an unused cache of the same pass that follows other arrays."""
         other = copy.copy(self)
-        other.kept = kept
-        other.start()
+        other.earlier = earlier
+        other.reset()
         return other
 
-    def after(self, offset: int, copies: int, is_last: bool) -> "PrefixCache":
+    def next_pass(self, offset: int, copies: int, is_last: bool) -> "PrefixCache":
         """Return the cache of the next pass, whose rows have ``offset`` inputs before them."""
         other = copy.copy(self)
         other.offset = offset
         other.copies = copies
         other.is_last = is_last
-        return other.keeping(self.left())
+        return other.following(self.arrays())
 
     def _for_each_suffix(self, array: mx.array) -> mx.array:
         """Return a view [G, copies, ...] of an array [G, ...]."""
@@ -85,9 +83,9 @@ class PrefixKeys(PrefixCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return keys and values of prefix and suffix, [B, heads, P + T, D]."""
-        if self.kept is not None:
-            keys = self._joined(self.kept[0], keys)
-            values = self._joined(self.kept[1], values)
+        if self.earlier is not None:
+            keys = self._joined(self.earlier[0], keys)
+            values = self._joined(self.earlier[1], values)
 
         self.keys = keys
         self.values = values
@@ -115,17 +113,17 @@ class PrefixKeys(PrefixCache):
     def maybe_trim_front(self) -> None:
         """Cut no keys off: a mask hides them."""
 
-    def left(self) -> Arrays:
+    def arrays(self) -> Arrays:
         return [self.keys, self.values]
 
-    def take(self, left: Arrays) -> None:
-        self.keys, self.values = left
+    def set_arrays(self, arrays: Arrays) -> None:
+        self.keys, self.values = arrays
 
-    def start(self) -> None:
+    def reset(self) -> None:
         self.keys = self.values = None
 
-    def _joined(self, of_prefixes: mx.array, own: mx.array) -> mx.array:
-        by_prefix = own.reshape(-1, self.copies, *own.shape[1:])
+    def _joined(self, of_prefixes: mx.array, of_suffixes: mx.array) -> mx.array:
+        by_prefix = of_suffixes.reshape(-1, self.copies, *of_suffixes.shape[1:])
         joined = mx.concatenate([self._for_each_suffix(of_prefixes), by_prefix], axis=3)
         return joined.flatten(0, 1)
 
@@ -149,9 +147,6 @@ class PrefixLevels(PrefixCache):
     ) -> TreeWindow:
         return TreeWindow(window_size)
 
-    def start(self) -> None:
-        """Forget nothing: nothing is left."""
-
 
 @functools.cache
 def _states_class() -> type[PrefixCache]:
@@ -163,14 +158,14 @@ def _states_class() -> type[PrefixCache]:
         def __init__(self, size: int) -> None:
             ArraysCache.__init__(self, size)
 
-        def left(self) -> Arrays:
+        def arrays(self) -> Arrays:
             return list(self.cache)
 
-        def take(self, left: Arrays) -> None:
-            self.cache = list(left)
+        def set_arrays(self, arrays: Arrays) -> None:
+            self.cache = list(arrays)
 
-        def start(self) -> None:
-            self.cache = list(self.kept or [None] * len(self.cache))
+        def reset(self) -> None:
+            self.cache = list(self.earlier or [None] * len(self.cache))
             for i, array in enumerate(self.cache):
                 if array is not None:
                     self.cache[i] = self._for_each_suffix(array).flatten(0, 1)
@@ -225,7 +220,7 @@ def tree_states(
         offset += level.shape[1]
         copies = following.shape[0] // level.shape[0]
         is_last = following is suffixes
-        caches = [cache.after(offset, copies, is_last) for cache in caches]
+        caches = [cache.next_pass(offset, copies, is_last) for cache in caches]
 
     states.append(part(suffixes, cache=caches).flatten(0, 1))
     return mx.concatenate(states)

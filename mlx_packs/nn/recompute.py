@@ -34,8 +34,8 @@ def recomputed(
     (`mx.checkpoint` enforces neither order, and then those of several blocks stay in memory until
     the end of the step.)
 
-    Gradients reach every floating array among the arguments, what a `PrefixCache` among them keeps
-    or gets from the call, and the trainable parameters of ``modules``; other arrays that
+    Gradients reach every floating array among the arguments, the arrays of a `PrefixCache` among
+    them before and after the call, and the trainable parameters of ``modules``; other arrays that
     ``function`` closes over get none.
     """
     return _Checkpoint(modules, [_Call(function, args, kwargs)]).results()[0]
@@ -47,24 +47,25 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self._function = function
         self._caches = prefix_caches_in((args, kwargs))
-        self._leaves_arrays = not all(cache.is_last for cache in self._caches)
+        self._has_next = not all(cache.is_last for cache in self._caches)
         self._places: list[tuple[str, int]] = []  # where arrays are in the tree of results
         self._others: list[tuple[str, Any]] = []
 
         # what is in a cache is an argument as well: there, no gradient would find it
-        self.arguments = [cache.kept for cache in self._caches], args, kwargs
+        self.arguments = [cache.earlier for cache in self._caches], args, kwargs
 
-    def arrays(self, kept: list[Arrays | None], args: tuple, kwargs: dict) -> list[mx.array]:
+    def arrays(self, earlier: list[Arrays | None], args: tuple, kwargs: dict) -> list[mx.array]:
         """Return the arrays of the result for `arguments` with other arrays."""
-        own = [cache.keeping(arrays) for cache, arrays in zip(self._caches, kept, strict=True)]
-        unused = iter(own)
+        pairs = zip(self._caches, earlier, strict=True)
+        caches = [cache.following(arrays) for cache, arrays in pairs]
+        unused = iter(caches)
         args, kwargs = tree_map(
             lambda leaf: next(unused) if isinstance(leaf, PrefixCache) else leaf, (args, kwargs)
         )
         result = self._function(*args, **kwargs)
 
-        left = [cache.left() if self._leaves_arrays else None for cache in own]
-        leaves = tree_flatten([result, *left])
+        of_caches = [cache.arrays() if self._has_next else None for cache in caches]
+        leaves = tree_flatten([result, *of_caches])
         arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
 
         # once each: of an array that is a result twice, MLX takes one gradient only
@@ -77,11 +78,11 @@ class _Call:
     def result(self, arrays: Sequence[mx.array]) -> Any:
         """Return the result that has these arrays."""
         placed = ((name, arrays[i]) for name, i in self._places)
-        result, *left = tree_unflatten([*placed, *self._others])
+        result, *of_caches = tree_unflatten([*placed, *self._others])
 
-        if self._leaves_arrays:
-            for cache, own in zip(self._caches, left, strict=True):
-                cache.take(own)
+        if self._has_next:
+            for cache, arrays in zip(self._caches, of_caches, strict=True):
+                cache.set_arrays(arrays)
         return result
 
 

@@ -54,8 +54,10 @@ def test_gradients_reach_the_prefix_through_recomputation(family, policy):
 def test_a_cpu_computes_many_inputs_in_a_pass_for_each_level(most, policy, monkeypatch):
     """Six inputs of a root, 2 x 8 of prefixes, and 6 x 10 of suffixes."""
     passes = []
-    after = PrefixKeys.after
-    monkeypatch.setattr(PrefixKeys, "after", lambda *a, **k: passes.append(a) or after(*a, **k))
+    next_pass = PrefixKeys.next_pass
+    monkeypatch.setattr(
+        PrefixKeys, "next_pass", lambda *a, **k: passes.append(a) or next_pass(*a, **k)
+    )
     attached, head = adapted(base_of("qwen3"), recompute=policy)
     with forced_profile(replace(CPU, tree_inputs=most)):
         check_equal(attached.model, head, ROOTED, root=ROOT)

@@ -4,7 +4,7 @@ import pytest
 
 from mlx_packs import LoRAConfig
 from mlx_packs.adapters.attach import attach
-from mlx_packs.nn.prefix import PrefixCache, PrefixKeys
+from mlx_packs.nn.prefix import PrefixKeys
 from mlx_packs.objectives.causal_lm import split_head
 from mlx_packs.objectives.exactness import why_not_shared
 from mlx_packs.runtime import mx
@@ -48,17 +48,14 @@ def test_the_probe_draws_nothing_and_leaves_the_model_as_it_was():
 def test_the_probe_finds_gradients_that_do_not_reach_the_prefix(monkeypatch):
     """The loss is right then, as it would be with caches that hide keys from the gradient."""
 
-    def without_gradient(cache: PrefixCache, kept):
-        return [mx.stop_gradient(array) for array in kept]
-
-    after = PrefixKeys.after
+    next_pass = PrefixKeys.next_pass
 
     def cut(self, *args, **kwargs):
-        later = after(self, *args, **kwargs)
-        return later.keeping(without_gradient(later, later.kept))
+        cache = next_pass(self, *args, **kwargs)
+        return cache.following([mx.stop_gradient(array) for array in cache.earlier])
 
     attached, head = adapted_family("gemma3_text")
-    monkeypatch.setattr(PrefixKeys, "after", cut)
+    monkeypatch.setattr(PrefixKeys, "next_pass", cut)
     assert why_not_shared(attached.model, head, 128).startswith("its gradient is off")
 
 
