@@ -25,7 +25,7 @@ _SAME = {
     "max_seq_length": ("sequence_length",),
     "sequence_length": ("max_seq_length",),
 }
-# Kinds of values in words, by class; those of other classes have an article.
+# Kinds of values in words, by class; other classes have an article.
 _WORDS = {
     **{"int": "an integer", "float": "a number", "bool": "True or False", "str": "text"},
     **{"Path": "a path", "Mapping": "a mapping", "Callable": "a function", "Iterable": "a list"},

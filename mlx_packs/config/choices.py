@@ -92,7 +92,7 @@ class PackFacts:
     command: str = ""  # that uses it, in its folder; ``{base}`` stands for the base model
     hub: str = ""  # its pipeline tag on the Hub, if it generates no text
     activates: bool = True  # whether a base can have it until another one, not for one call each
-    # An `Evaluator` of the base, rows and settings, if not that of the base's architecture.
+    # An `Evaluator` of the base, rows and settings, if not the one of the base's architecture.
     evaluator: str | None = None
     worker: str | None = None  # of ``packs serve``, other than what generates text
     # Function of a pack, its base's folder, config and tokenizer: files, by name, that a merged
@@ -202,8 +202,8 @@ class WeightModeFacts:
     """Facts of a kind of quantized weights, known without MLX."""
 
     code: str  # its WeightFormat, module:name, imported when it is used
-    # Names of the tensors that may be beside a weight. A module with the first is quantized so;
-    # modes without any are further ones of MLX, whose tensors are called as those of affine.
+    # Names of the tensors that may be next to a weight. A module with the first is quantized so;
+    # modes without any are further ones of MLX, whose tensors have the names of affine's.
     parts: tuple[str, ...] = ()
     numbers: int | None = None  # in an element of the stored weight; None where the bits decide
 

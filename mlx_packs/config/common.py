@@ -24,11 +24,11 @@ _machines = partial(option, section="Several machines", resumable=True)
 
 def described_tasks() -> list[str]:
     """Return what tasks train in words, each with the names of those that train the same."""
-    names: dict[str, list[str]] = {}
+    tasks: dict[str, list[str]] = {}
     for name, facts in TASKS.items():
-        names.setdefault(facts.described, []).append(name)
+        tasks.setdefault(facts.described, []).append(name)
 
-    return [f"{what} ({', '.join(own)})" for what, own in names.items()]
+    return [f"{what} ({', '.join(names)})" for what, names in tasks.items()]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

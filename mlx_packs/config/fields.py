@@ -95,9 +95,9 @@ def default_in_words(field: dataclasses.Field, *tasks: str) -> str:
     text = facts_of(field).shown_default or _in_words(default_of(field))
     others: dict[str, list[str]] = {}
     for task in tasks or TASKS:
-        own = task_defaults(task)
-        if field.name in own:
-            others.setdefault(_in_words(own[field.name]), []).append(task)
+        defaults = task_defaults(task)
+        if field.name in defaults:
+            others.setdefault(_in_words(defaults[field.name]), []).append(task)
 
     if len(tasks) == 1:
         return next(iter(others), text)
@@ -128,7 +128,8 @@ class Fault(NamedTuple):
 class Settings:
     """Base of the configurations: each value gets the type of its field and is checked.
 
-    Subclasses are dataclasses without a ``repr`` of their own.
+    Subclasses are dataclasses without a ``repr`` of their own. They may have a method
+    ``_conflicts``, which yields the faults of settings that exclude or require each other.
     """
 
     def __init_subclass__(cls) -> None:
@@ -196,10 +197,6 @@ class Settings:
             if not where:
                 raise
             raise PackError(str(error), error.code, error.flag, where=where) from None
-
-    def _conflicts(self) -> Iterator[Fault]:
-        """Faults of settings of this class that exclude or require each other."""
-        yield from ()
 
     def defaults(self) -> dict[str, Any]:
         """Return the default of each setting."""

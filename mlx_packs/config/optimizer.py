@@ -120,17 +120,18 @@ def with_arguments(settings: Mapping[str, Any], optimizer: Any = None) -> dict[s
     A key that has a value stays as it is.
     """
     name = optimizer or settings.get("optimizer") or OptimizerConfig.optimizer
-    every = settings.get("optimizer_config")
-    if not isinstance(every, Mapping) or not isinstance(name, str):
+    by_optimizer = settings.get("optimizer_config")
+    if not isinstance(by_optimizer, Mapping) or not isinstance(name, str):
         return dict(settings)
-    own = every.get(name)
-    if not isinstance(own, Mapping):
+    arguments = by_optimizer.get(name)
+    if not isinstance(arguments, Mapping):
         return dict(settings)
 
     unset = [key for key in ARGUMENTS if settings.get(key) in (None, ())]
-    moved = {key: own[key] for key in unset if own.get(key) is not None}
-    rest = {key: value for key, value in own.items() if key not in ARGUMENTS}
-    kept = {key: each for key, each in every.items() if key != name}
+    moved = {key: arguments[key] for key in unset if arguments.get(key) is not None}
+    rest = {key: value for key, value in arguments.items() if key not in ARGUMENTS}
+
+    config = {key: value for key, value in by_optimizer.items() if key != name}
     if rest:
-        kept[name] = rest
-    return {**settings, **moved, "optimizer_config": kept}
+        config[name] = rest
+    return {**settings, **moved, "optimizer_config": config}

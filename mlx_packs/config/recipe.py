@@ -130,15 +130,15 @@ _INSTEAD = (*_PAIRS, *(pair[::-1] for pair in _PAIRS))
 def merged(*layers: Mapping, where: str = "") -> dict:
     """Return one flat mapping; later layers override earlier ones, under whatever name either used.
 
-    A schedule as a mapping has its own rate and warm-up, so it overrides those of earlier layers.
+    A schedule as a mapping has a rate and a warm-up, so it overrides both in earlier layers.
     """
     result: dict = {}
     optimizers = [layer["optimizer"] for layer in layers if layer.get("optimizer")]
     for layer in layers:
         flat = with_arguments(from_mlx_lm(layer, where), *optimizers[-1:])
         if isinstance(flat.get("lr_schedule"), Mapping):
-            own = ("learning_rate", "warmup_steps", "warmup_ratio")
-            result = {k: v for k, v in result.items() if k not in own}
+            replaced = ("learning_rate", "warmup_steps", "warmup_ratio")
+            result = {k: v for k, v in result.items() if k not in replaced}
         for key, other in _INSTEAD:
             if key in flat and other not in flat:
                 result.pop(other, None)
@@ -184,15 +184,9 @@ def resolve(
         parts[_OWNERS[key]][key] = value
 
     configs = {part: cls.from_mapping(parts[part], where) for part, cls in _PARTS.items()}
-    options = {name: getattr(configs["run"], name) for name in parts["run"]}
-    return Recipe(
-        configs["lora"],
-        configs["train"],
-        configs["data"],
-        options,
-        specified=specified,
-        names_data=names_data,
-    )
+    run = configs.pop("run")
+    options = {name: getattr(run, name) for name in parts["run"]}
+    return Recipe(**configs, run=options, specified=specified, names_data=names_data)
 
 
 def from_configs(
@@ -212,11 +206,13 @@ def from_configs(
     defaults = base_defaults(run["model"], train.task, train.method)
     of_base = merged(defaults, specified)
 
-    own = {name: of_base[name] for name in defaults if name in of_base.keys() - train.specified}
-    train = dataclasses.replace(train, **{k: v for k, v in own.items() if _OWNERS[k] == "train"})
+    names = [name for name in defaults if name in of_base.keys() - train.specified]
+    of_train = {name: of_base[name] for name in names if _OWNERS[name] == "train"}
+    train = dataclasses.replace(train, **of_train)
 
     if lora is None:
-        lora = LoRAConfig.from_mapping({k: v for k, v in own.items() if _OWNERS[k] == "lora"})
+        of_lora = {name: of_base[name] for name in names if _OWNERS[name] == "lora"}
+        lora = LoRAConfig.from_mapping(of_lora)
 
     recipe = Recipe(lora, train, run=run)
     check_method(recipe)

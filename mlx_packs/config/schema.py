@@ -66,11 +66,11 @@ class TrainConfig(TaskSettings, OptimizerConfig, CommonConfig, _Specified):
     def defaults(self) -> dict[str, Any]:
         """Return the default of each setting in the task of this configuration."""
         defaults = super().defaults()
-        own = task_defaults(self.task)
-        if unknown := sorted(own.keys() - defaults.keys()):
+        of_task = task_defaults(self.task)
+        if unknown := sorted(of_task.keys() - defaults.keys()):
             fault = f"has a default for {unknown[0]}, which is no setting of TrainConfig"
             raise TASKS.plugin(self.task).fault(fault)
-        return {**defaults, **own}
+        return {**defaults, **of_task}
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -101,8 +101,9 @@ class TrainConfig(TaskSettings, OptimizerConfig, CommonConfig, _Specified):
             for name, default in defaults.items()
             if getattr(self, name) != default and not _has_setting(task, name)
         }
-        own_config = {} if task == self.task else {"task_config": {}}
-        return others | own_config
+        if task != self.task:
+            others["task_config"] = {}
+        return others
 
     @property
     def sequences(self) -> int:

@@ -1,4 +1,4 @@
-"""The settings that not all tasks have, which are in `TrainConfig`, and those of a phase."""
+"""The settings that not all tasks have, which are in `TrainConfig`, and a phase's settings."""
 
 import dataclasses
 import json
