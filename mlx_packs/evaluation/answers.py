@@ -81,7 +81,7 @@ METRICS: dict[str, Metric] = registered(
 
 
 def metric_of(name: str | None, columns: DataConfig) -> str | None:
-    """Return the metric for some data: the named one, else that of the embedded data set."""
+    """Return the metric for some data: the named one, or the embedded data set's default."""
     if name is None:
         is_embedded = columns.data == "tiny" and columns.hf_dataset is None
         return _EMBEDDED_METRIC if is_embedded else None
@@ -199,13 +199,9 @@ class Exam:
 
     def report(self, before: Sequence[str], after: Sequence[str] | None = None) -> AnswerReport:
         with_pack = None if after is None else self._accuracy(after)
-        accuracy = self._accuracy(before)
-        return AnswerReport(self.metric, len(before), accuracy, with_pack, self._commonest_share)
-
-    @property
-    def _commonest_share(self) -> float:
-        counts = Counter(question.wanted.strip() for question in self.questions)
-        return max(counts.values()) / len(self.questions)
+        wanted = Counter(question.wanted.strip() for question in self.questions)
+        commonest = max(wanted.values()) / len(self.questions)
+        return AnswerReport(self.metric, len(before), self._accuracy(before), with_pack, commonest)
 
     def samples(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
         """Return up to three answers that are wrong without the pack and right with it.

@@ -18,7 +18,7 @@ class _NF4Module(CustomWeight):
     bits = 4
     mode = "nf4"
 
-    def __init__(self, weight: NF4Weight, dtype: mx.Dtype) -> None:
+    def __init__(self, weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> None:
         super().__init__()
         self.weight = weight.weight
         self.absmax = weight.absmax
@@ -77,9 +77,6 @@ class NF4Linear(_NF4Module, CustomLinear):
 
 class NF4Embedding(_NF4Module, CustomEmbedding):
     """A frozen embedding table [V, D]; rows are dequantized as they are looked up."""
-
-    def __init__(self, weight: NF4Weight, dtype: mx.Dtype = mx.bfloat16) -> None:
-        super().__init__(weight, dtype)
 
 
 class FrozenNF4(QuantizedWeight):
