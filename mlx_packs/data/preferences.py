@@ -63,30 +63,22 @@ def encode_preferences(
         num_proc=num_proc,
         advance=advance,
     )
-    kept = examples.items.parts["rows"]
+    numbers = examples.items.parts["rows"]
     if row_format is RATED:
         items: Sequence[Example] = Mismatched(examples, options.max_seq_length)
-        labels = np.float32([truth_of(row, "label") for row in rows.select(kept)])
+        labels = np.float32([truth_of(row, "label") for row in rows.select(numbers)])
     else:
-        first = np.flatnonzero((kept[:-1] % 2 == 0) & (kept[:-1] + 1 == kept[1:]))
-        kept = kept[first] // 2
-        items = examples.items.select(np.stack([first, first + 1], axis=1).reshape(-1))
-        labels = np.ones(len(kept), np.float32)
+        first = np.flatnonzero((numbers[:-1] % 2 == 0) & (numbers[:-1] + 1 == numbers[1:]))
+        items = examples.items.select((first[:, None] + np.arange(2)).reshape(-1))
+        labels = np.ones(len(first), np.float32)
 
-    if not len(kept):
+    if not len(labels):
         fault = f"has targets within --max-seq-length {options.max_seq_length}. Raise it."
         raise all_too_long(rows.where(0), fault)
 
-    return Examples(
-        items,
-        row_format.name,
-        examples.loss_on,
-        examples.cut,
-        len(rows) - len(examples.bad) - len(kept),
-        examples.bad,
-        examples.fingerprint,
-        labels=labels,
-        per_row=2,
+    dropped = len(rows) - len(examples.bad) - len(labels)
+    return replace(
+        examples, items=items, format=row_format.name, dropped=dropped, labels=labels, per_row=2
     )
 
 
@@ -185,14 +177,15 @@ class Mismatched(Sequence):
 
     def __getitem__(self, i: int) -> Example:
         i = range(len(self))[i]
-        own = self._items[i // 2]
+        example = self._items[i // 2]
         if i % 2 == 0:
-            return own
+            return example
 
         other = self._items[i // 2 - 1]
         prompt = int(self._prompts[i // 2])
-        tokens = np.concatenate([own.tokens[:prompt], other.tokens[other.target]])[: self._limit]
-        return Example(tokens, np.arange(len(tokens)) >= prompt, own.where)
+        tokens = np.concatenate([example.tokens[:prompt], other.tokens[other.target]])
+        tokens = tokens[: self._limit]
+        return Example(tokens, np.arange(len(tokens)) >= prompt, example.where)
 
 
 def encode_scored(
@@ -212,20 +205,21 @@ def encode_scored(
         rows, tokenizer, columns, options, num_proc=num_proc, advance=advance
     )
     longest = examples.row_lengths.max(axis=1)
-    kept = np.flatnonzero(longest < options.max_seq_length)
+    fitting = np.flatnonzero(longest < options.max_seq_length)
 
-    if not len(kept):
+    if not len(fitting):
         fault = (
             f"has fewer than {options.max_seq_length} tokens, and one that is cut cannot be "
             "scored. Raise --max-seq-length."
         )
         raise all_too_long(examples.items[0].where, fault)
 
-    numbers = np.stack([2 * kept, 2 * kept + 1], axis=1).reshape(-1)
-    texts = examples.items.select(numbers)
-    labels = np.tile(np.float32([1, 0]), (len(kept), 1))
-    examples = replace(examples, cut=0, dropped=examples.dropped + len(longest) - len(kept))
-    return TextGroups.of_examples(PREFERENCE, examples, texts, labels)
+    texts = examples.items.select(grouped(fitting))
+    labels = np.tile(np.float32([1, 0]), (len(fitting), 1))
+    dropped = examples.dropped + len(longest) - len(fitting)
+    return TextGroups.of_examples(
+        PREFERENCE, replace(examples, cut=0, dropped=dropped), texts, labels
+    )
 
 
 @dataclass(frozen=True)
