@@ -95,7 +95,7 @@ def turn_style(tokenizer: Any) -> TurnStyle:
 
 
 def answer_end(tokenizer: Any) -> AnswerEnd:
-    """What ends an answer: the first added token behind it, or that of the next turn, or EOS."""
+    """What ends an answer: the first added token after it, else the next turn's mark, else EOS."""
     return turn_style(tokenizer).end
 
 

@@ -94,7 +94,7 @@ def arguments_without(flags: Collection[str]) -> list[str]:
         if not getattr(parameter, "is_flag", True):
             takes_value.update(parameter.opts)
 
-    kept = []
+    others = []
     arguments = iter(context.meta[ARGUMENTS])
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -102,9 +102,9 @@ def arguments_without(flags: Collection[str]) -> list[str]:
         if name in takes_value and not equals:
             words.append(next(arguments))
         if name not in flags:
-            kept += words
+            others += words
 
-    return kept
+    return others
 
 
 class SectionedCommand(click.Command):
@@ -334,14 +334,14 @@ def text_pack(texts: Iterable[str]) -> "Pack | None":
 
 
 def base_of(model: str | None, pack: "Pack | None") -> str:
-    """Return the base that was named, or else that of the pack."""
+    """Return the base that was named, or else the pack's."""
     from ..packs.compatibility import find_base
 
     return model or find_base(pack)
 
 
 def load_base(model: str | None, pack: "Pack | None", *options: Any) -> "Base":
-    """Load the base that was named, or else that of the pack; ``options`` of `load_base_for`."""
+    """Load the base that was named, or else the pack's; ``options`` of `load_base_for`."""
     from ..packs.base import load_base_for
 
     name = base_of(model, pack)

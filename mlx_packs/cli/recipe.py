@@ -91,7 +91,7 @@ def _identity(run: "RunFolder") -> dict:
 
 def _fault_of_a_file(flags: Mapping, files: Files) -> PackError | None:
     """Return the first fault of a file by itself; None if flags and other files correct it."""
-    faults = [fault for file, own in files if (fault := _fault(own, file))]
+    faults = [fault for file, values in files if (fault := _fault(values, file))]
     if faults and _fault(flags, under=[_settings(files)]):
         return faults[0]
     return None

@@ -213,7 +213,7 @@ def serve(
 def _as_learned(
     folder: str, model: str | None, packs: "dict[str, Pack]"
 ) -> "tuple[str | None, dict[str, Pack]]":
-    """Return the base model and the packs to serve: those of the folder, where none are named."""
+    """Return the base model and the packs to serve, by default from the folder."""
     from ..learning.folder import FACTS, LearningFolder
     from ..packs.compatibility import check_generates
 
@@ -242,8 +242,8 @@ def _served_task(given: str, base: "Base", packs: "dict[str, Pack]") -> str:
 
     tasks = [pack._part("objective").get("task") for pack in packs.values()]
     is_embedder = not packs and (base.path / MODULES).is_file()
-    own = (task for task in tasks if task in TASKS and TASKS[task].pack.worker)
-    return next(own, _VECTORS if is_embedder else _TEXT)
+    served = (task for task in tasks if task in TASKS and TASKS[task].pack.worker)
+    return next(served, _VECTORS if is_embedder else _TEXT)
 
 
 def _check_training(states: str, api_key: str | None) -> None:
@@ -328,7 +328,7 @@ def _watched(folder: str | None) -> Path | None:
 def _load(
     model: str | None, packs: "list[Pack]", folder: Path | None, trust_remote_code: bool
 ) -> "Base":
-    """Load the base that was named, or else that of the first pack."""
+    """Load the base that was named, or else the first pack's."""
     from ..packs.folder import list_packs
     from ..packs.pack import Pack
 
@@ -437,7 +437,7 @@ def _max_pixels(given: int | None, packs: "dict[str, Pack]") -> int:
 
 
 class _Log(logging.Handler):
-    """Writes log records to standard error, those of errors with their tracebacks."""
+    """Writes log records to standard error; records of errors have their tracebacks."""
 
     def emit(self, record: logging.LogRecord) -> None:
         for line in self.format(record).splitlines():

@@ -47,7 +47,7 @@ class TokenCollate:
     """
 
     batch_size: int  # rows
-    limit: int  # most inputs of a row, or those of a packed one
+    limit: int  # most inputs of a row; a packed row has as many
     allowed: Allowed | None = None  # None allows any
     prefix: int = 0  # inputs that all rows begin with, after which they are padded
 
@@ -147,9 +147,9 @@ def _laid_out(
         targets.append(example.tokens[at])
         owners.append(np.full(len(at), owner, dtype=np.int32))
 
-    count = sum(len(own) for own in targets)
+    count = sum(map(len, targets))
     parts = {"positions": positions, "targets": targets, "owners": owners}
-    of_targets = {n: padded(np.concatenate(each), n, slots) for n, each in parts.items()}
+    of_targets = {name: padded(np.concatenate(part), name, slots) for name, part in parts.items()}
     return Batch(
         inputs={"tokens": tokens.reshape(shape), **of_targets},
         targets=count,

@@ -179,8 +179,8 @@ def _turns(row: Row, messages: list) -> list[Turn]:
 def completion_row(row: Row, names: DataConfig, prompt: Any, completion: Any = _PLACEHOLDER) -> Row:
     """Return a prompt and its completion as a row, with the columns about their conversation."""
     about = {key: row.value[key] for key in CONVERSATION_COLUMNS if key in row.value}
-    own = {names.prompt_feature: prompt, names.completion_feature: completion}
-    return row.with_value({**about, **own})
+    texts = {names.prompt_feature: prompt, names.completion_feature: completion}
+    return row.with_value({**about, **texts})
 
 
 def prompt_and_completion(
@@ -248,10 +248,10 @@ def _begins_with(completion: str, prompt: str) -> bool:
 
 def _filled(row: Row, values: Mapping[str, Any]) -> str | None:
     """Return the column that has a value, None without one; several are a RowError."""
-    given = [column for column, value in values.items() if value is not None]
-    if len(given) > 1:
-        raise row.error(f"has {' and '.join(given)}. Remove one of them.", "wrong type")
-    return next(iter(given), None)
+    filled = [column for column, value in values.items() if value is not None]
+    if len(filled) > 1:
+        raise row.error(f"has {' and '.join(filled)}. Remove one of them.", "wrong type")
+    return next(iter(filled), None)
 
 
 def _with_system_prompt(row: Row, turns: list[Turn], columns: Mapping[str, Any]) -> list[Turn]:

@@ -27,7 +27,7 @@ class Tree(NamedTuple):
     """
 
     groups: int
-    prefix: int  # inputs that the rows of each group begin with, those of the root among them
+    prefix: int  # inputs that the rows of each group begin with, the root included
     root: int = 0  # inputs that all rows begin with, where these are computed before the prefixes
 
 

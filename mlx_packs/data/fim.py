@@ -1,6 +1,6 @@
 """Fill-in-the-middle: a text is cut in three, and its middle comes last, after its surroundings.
 
-The order is that of the paper's joint training: prefix, suffix, middle (PSM), or with the suffix
+The order is as in the paper's joint training: prefix, suffix, middle (PSM), or with the suffix
 first, so that the middle follows its prefix (SPM). Cuts are between any two characters.
 
 Bavarian et al.: https://arxiv.org/abs/2207.14255
@@ -33,7 +33,7 @@ class FillInTheMiddle:
     rate: float  # share of the rows
     spm_rate: float = 0.5  # share of those whose suffix comes first
     seed: int = 0  # with the number of the row, it decides which, and where they are cut
-    tokens: tuple[str, ...] = ()  # sentinels; empty for those of `SPELLINGS` that are known
+    tokens: tuple[str, ...] = ()  # sentinels; empty takes the known ones among `SPELLINGS`
 
     def parts(self, text: str, row: int, piece: int) -> tuple[bool, str, str, str] | None:
         """Return suffix_first, prefix, middle, suffix; None leaves the text as it is."""

@@ -67,7 +67,7 @@ def own_formats(task: str) -> tuple[RowFormat, ...]:
 
 
 def formats_of(task: str) -> tuple[RowFormat, ...]:
-    """Return the formats that rows may have, those of the task first."""
+    """Return the formats that rows may have, the task's own first."""
     return tuple(dict.fromkeys((*own_formats(task), *FORMATS)))
 
 
@@ -121,8 +121,8 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
         return first
 
     known = " or ".join("{" + ", ".join(each) + "}" for each in _least_columns(formats, names))
-    own = shown(sorted(row.value)) if row.value else "none"
-    fault = f"must have the columns {known}, but has {own}."
+    present = shown(sorted(row.value)) if row.value else "none"
+    fault = f"must have the columns {known}, but has {present}."
     if tasks := suggested_tasks(row, names, row.value):
         advice = f"Pass --task {any_of(tasks)}, which trains on these."
         raise row.error(f"{fault} {advice}", "missing columns", "task")

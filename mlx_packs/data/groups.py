@@ -64,7 +64,7 @@ class Groups:
 
     def batches(self, batch_size: int, together: int) -> int:
         """Count the batches of an epoch, in blocks of at most ``together`` examples."""
-        blocks = sum(-(-len(own) // together) for own in self.members)
+        blocks = sum(-(-len(group) // together) for group in self.members)
         return -(-blocks * together // batch_size) + -(-len(self.rest) // batch_size)
 
     def prefix_of(self, order: np.ndarray) -> int:
@@ -137,7 +137,7 @@ def find_groups(examples: Examples, order: TokenOrder, together: int, root: int 
 
 
 def _cost(rows: int, inputs: int, prefix: int, together: int) -> float:
-    """Return the inputs that a group computes as blocks, with those of empty rows."""
+    """Return the inputs that a group computes as blocks, empty rows included."""
     blocks = -(-rows // together)
     return blocks * (prefix + together * (inputs / rows - prefix))
 
@@ -146,8 +146,8 @@ def _groups(indices: np.ndarray, found: Sequence[tuple[int, int, int]], count: i
     """``found`` has the start, stop and prefix of each group of the sorted ``indices``."""
     numbers = np.full(count, -1, dtype=np.int64)
     members = [np.sort(indices[start:stop]) for start, stop, _ in found]
-    for number, own in enumerate(members):
-        numbers[own] = number
+    for number, group in enumerate(members):
+        numbers[group] = number
 
     prefixes = np.array([prefix for *_, prefix in found], dtype=np.int64)
     rest = np.sort(indices[numbers[indices] < 0])
@@ -202,15 +202,15 @@ class GroupSampler(Sampler):
         """Spread the blocks of each group over the epoch."""
         blocks = []
         times = []
-        for own in self.groups.members:
-            own = random.permutation(own)
+        for members in self.groups.members:
+            order = random.permutation(members)
             window = self.together * _WINDOW
-            for start in range(0, len(own), window):
-                part = own[start : start + window]
-                own[start : start + window] = part[np.argsort(self.lengths[part], kind="stable")]
+            for start in range(0, len(order), window):
+                part = order[start : start + window]
+                order[start : start + window] = part[np.argsort(self.lengths[part], kind="stable")]
 
-            count = -(-len(own) // self.together)
-            blocks += np.array_split(own, count)  # of like sizes, so that batches are, too
+            count = -(-len(order) // self.together)
+            blocks += np.array_split(order, count)  # of like sizes, so that batches are, too
             times.append((random.permutation(count) + random.random(count)) / count)
 
         if not blocks:
@@ -302,17 +302,17 @@ class GroupPlan:
             shape = self.of_all.batch_size, rows / len(rest)
             computed *= 1 - saved_share(shape, 1, self.of_all.prefix)
 
-        for own, prefix in zip(groups.members, groups.prefixes.tolist(), strict=True):
-            inputs = int((examples.lengths[own] - 1).sum())
+        for group, prefix in zip(groups.members, groups.prefixes.tolist(), strict=True):
+            inputs = int((examples.lengths[group] - 1).sum())
             rows += inputs
-            computed += _cost(len(own), inputs, prefix, self.together)
-            blocks = -(-len(own) // self.together)
+            computed += _cost(len(group), inputs, prefix, self.together)
+            blocks = -(-len(group) // self.together)
             computed -= blocks * self.root * (1 - self.together / self.of_all.batch_size)
 
         return 1 - computed / rows
 
     def to_json(self, examples: Examples) -> dict:
-        sizes = [len(own) for own in self.groups.members]
+        sizes = [len(group) for group in self.groups.members]
         tokens = float(np.average(self.groups.prefixes, weights=sizes))
         return {
             "tokens": tokens,
@@ -322,7 +322,7 @@ class GroupPlan:
         }
 
     def dataset(self, examples: Examples, sampler: Sampler) -> Dataset:
-        own = GroupSampler(
+        blocks = GroupSampler(
             examples.lengths,
             self.of_all.batch_size,
             sampler.inputs,
@@ -330,7 +330,7 @@ class GroupPlan:
             groups=self.groups,
             together=self.together,
         )
-        return Dataset(examples, self._collate(examples, own), own)
+        return Dataset(examples, self._collate(examples, blocks), blocks)
 
     def held_out(self, examples: Examples, max_seq_length: int, chosen: np.ndarray) -> Dataset:
         """Return the chosen examples, which the plan was made for, once."""
@@ -340,7 +340,7 @@ class GroupPlan:
 
     def _collate(self, examples: Examples, sampler: GroupSampler) -> GroupCollate:
         of_all = self.of_all
-        prefixes = {0: of_all.prefix} | {own: own for own in self.groups.prefixes.tolist()}
+        prefixes = {0: of_all.prefix} | {prefix: prefix for prefix in self.groups.prefixes.tolist()}
         allowed = _few_shapes(examples, sampler, prefixes)
 
         trees = {}
@@ -365,13 +365,13 @@ def _few_shapes(
 
     few = {}
     for key, prefix in prefixes.items():
-        own = groups.rest
+        members = groups.rest
         if key:
             parts = zip(groups.members, groups.prefixes, strict=True)
-            own = np.concatenate([part for part, prefix in parts if prefix >= key])
-        if len(own):
+            members = np.concatenate([part for part, shared in parts if shared >= key])
+        if len(members):
             collate = TokenCollate(sampler.batch_size, sampler.inputs, None, prefix)
             shapes = (collate.shape(examples, order) for order in orders[key])
-            largest = collate.largest(examples.lengths[own])
+            largest = collate.largest(examples.lengths[members])
             few[key] = joined_shapes(shapes, largest, sampler.batch_size)
     return few

@@ -168,12 +168,12 @@ def placed(
 def _filled(message: dict[str, Any], sources: Iterator[ImageSource]) -> dict[str, Any]:
     """Return a message whose places have the next of the images."""
     content = message["content"]
-    own = message.get("images", [])
-    if not own and _MARKER not in content:
+    of_parts = message.get("images", [])
+    if not of_parts and _MARKER not in content:
         return message
 
-    check_marks(content, own)
-    known = iter(own)
+    check_marks(content, of_parts)
+    known = iter(of_parts)
     images = []
     for place in _PLACES.finditer(content):
         image = next(known) if place[0] == IMAGE_MARK else None
@@ -208,7 +208,7 @@ def images_key(row: Row) -> str:
     """
     named = [row.value.get(column) for column in IMAGE_COLUMNS]
     lists = [column for column in row.value.values() if isinstance(column, list)]
-    messages = [each for own in lists for each in own if isinstance(each, Mapping)]
+    messages = [item for items in lists for item in items if isinstance(item, Mapping)]
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     named += [part.get(key) for part in parts for key in _KEYS.get(_type_of(part), ())]

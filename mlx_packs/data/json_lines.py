@@ -85,8 +85,8 @@ def parse_json(where: str, content: bytes) -> Any:
 class JsonLines(Source):
     """The rows of a JSONL file; blank lines are none.
 
-    If the file is a copy, messages name its ``original``: the line of a row, or if the lines of a
-    copy are not those of the original, its number.
+    If the file is a copy, messages name its ``original``: the line of a row, or the number of the
+    row if the copy has other lines than the original.
     """
 
     is_in_files = True
@@ -210,7 +210,7 @@ def text_rows(file: Path) -> RowList:
         number += paragraph.count("\n") + 2
 
     texts = {line: "\n\n".join(parts).strip() for line, parts in paragraphs.items()}
-    return RowList([Row(f"{file}:{line}", {"text": own}) for line, own in texts.items() if own])
+    return RowList([Row(f"{file}:{line}", {"text": t}) for line, t in texts.items() if t])
 
 
 def _copied(file: Path, kind: str, write: Callable[[BinaryIO], None]) -> JsonLines:

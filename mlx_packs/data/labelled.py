@@ -98,18 +98,18 @@ def _fitted(
         fits = np.ones(len(prompts), bool)
         prompts = np.minimum(prompts, limit - 1)
 
-    kept = np.flatnonzero(fits)
-    if not len(kept):
+    fitting = np.flatnonzero(fits)
+    if not len(fitting):
         fault = (
             f"has fewer than {limit} tokens, and the end of a chat cannot be cut. Raise "
             "--max-seq-length."
         )
         raise all_too_long(examples.items[0].where, fault)
 
-    examples = replace(examples, cut=cut, dropped=len(prompts) - len(kept))
-    texts = examples.items.select(kept, prompts[kept])
+    examples = replace(examples, cut=cut, dropped=len(prompts) - len(fitting))
+    texts = examples.items.select(fitting, prompts[fitting])
     row_format = CHAT if classes.chat else TEXT
-    return TextGroups.of_examples(row_format, examples, texts, labels[kept])
+    return TextGroups.of_examples(row_format, examples, texts, labels[fitting])
 
 
 def _read_lengths(examples: Examples, tokenizer: Any, classes: Classes) -> np.ndarray:

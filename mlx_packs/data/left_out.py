@@ -67,14 +67,14 @@ class _Rendered:
     """What the chat template does with conversations, and the first place of each fault."""
 
     variables: dict[str, str] = field(default_factory=dict)
-    kept: set[tuple] = field(default_factory=set)  # shapes of parts that are rendered
+    shapes: set[tuple] = field(default_factory=set)  # of parts that are rendered
     lost: dict[str, str] = field(default_factory=dict)  # by kinds of parts
     bare_answer: str = ""  # it lacks the thoughts that its prompt opens
     answers: int = 0
 
     def add(self, conversation: Conversation) -> None:
         self.variables = dict.fromkeys(conversation.variables, conversation.where) | self.variables
-        for kind, place in lost_parts(conversation, self.kept, lambda kind: kind not in self.lost):
+        for kind, place in lost_parts(conversation, self.shapes, lambda k: k not in self.lost):
             self.lost.setdefault(kind, f"{conversation.where}{place}")
 
         if not self.bare_answer and self.answers < _MOST_ANSWERS:

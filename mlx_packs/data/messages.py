@@ -35,7 +35,7 @@ ROLES = {
 _OWN_ROLES = ("system", "user", "assistant", "tool")  # of chat templates
 _CALLS = ("function_call", "tool_call")  # roles whose content is calls
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of an answer, one name each
-# Keys of an answer by which it is a target or not; their value is that of a target.
+# Keys of an answer by which it is a target or not, with the value that makes it one.
 _MARKS = {
     "weight": True,  # OpenAI, Mistral
     "train": True,  # Axolotl

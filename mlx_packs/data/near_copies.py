@@ -62,15 +62,15 @@ class NearCopies:
 
         most = max(2, int(len(rows) * _COMMON))
         self._counted = {
-            i: sum(counts[run] <= most for run in _runs(own)) for i, own in words.items()
+            i: sum(counts[run] <= most for run in _runs(of_row)) for i, of_row in words.items()
         }
 
         self._owners: dict[tuple[str, ...], list[int]] = defaultdict(list)
         self._same: dict[tuple[str, ...], list[int]] = defaultdict(list)
-        for i, own in words.items():
-            if own:
-                self._same[own].append(i)
-            for run in _runs(own):
+        for i, of_row in words.items():
+            if of_row:
+                self._same[of_row].append(i)
+            for run in _runs(of_row):
                 if run and counts[run] <= most:
                     self._owners[run].append(i)
 

@@ -92,7 +92,7 @@ class Reader:
     """Reads rows as a run does, with the default settings of its task.
 
     Attributes:
-        tokenizer: of the base; of pairs that of single texts.
+        tokenizer: the base's; for pairs, the tokenizer of single texts.
         classes: that labelled rows have.
         scores_whole: whether completions are scored at their end, so that none is cut.
     """

@@ -32,11 +32,11 @@ def check_rendered(conversation: Conversation) -> None:
     Thoughts of earlier answers are left out on purpose.
     """
     tokenizer = conversation.tokenizer
-    kept = tokenizer.__dict__.setdefault("_rendered_shapes", set())
-    if len(kept) > _MOST_SHAPES:
-        kept.clear()
+    rendered = tokenizer.__dict__.setdefault("_rendered_shapes", set())
+    if len(rendered) > _MOST_SHAPES:
+        rendered.clear()
 
-    for kind, place in lost_parts(conversation, kept, lambda kind: kind.startswith(_REQUIRED)):
+    for kind, place in lost_parts(conversation, rendered, lambda kind: kind.startswith(_REQUIRED)):
         raise PackError(
             f"{template_file(tokenizer)}: the chat template leaves out {kind}{place}. "
             f"{remedy(kind)}.",
@@ -46,28 +46,28 @@ def check_rendered(conversation: Conversation) -> None:
 
 
 def lost_parts(
-    conversation: Conversation, kept: set[tuple], is_checked: Callable[[str], bool]
+    conversation: Conversation, rendered: set[tuple], is_checked: Callable[[str], bool]
 ) -> Iterator[tuple[str, str]]:
     """Yield kind and place of each part that the template leaves out, of kinds that are checked.
 
-    ``kept`` has shapes whose parts are rendered: these are not checked again, and others are added.
+    ``rendered`` has shapes whose parts are rendered: they are not checked again; others are added.
     """
     context = (str(conversation.tokenizer.chat_template), repr(conversation.variables))
-    rendered = ""
+    text = ""
     for place, (kind, *rest), changed in _parts(conversation):
         shape = (kind, *rest, *context)
-        if shape in kept or not is_checked(kind):
+        if shape in rendered or not is_checked(kind):
             continue
 
         try:
-            rendered = rendered or conversation.render(conversation.messages)
-            is_lost = changed.render(changed.messages) == rendered
+            text = text or conversation.render(conversation.messages)
+            is_lost = changed.render(changed.messages) == text
         except RowError:  # the template does not take the one or the other
             continue
         if is_lost:
             yield kind, place
         else:
-            kept.add(shape)
+            rendered.add(shape)
 
 
 def remedy(kind: str) -> str:

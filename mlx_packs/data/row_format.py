@@ -58,7 +58,7 @@ class BadRows:
 
     @property
     def errors(self) -> list[tuple[int, RowError]]:
-        """The number of each row and its error, by row: some errors show after those of others."""
+        """The number of each row and its error, by row: they may be found in another order."""
         return sorted(self._errors.items(), key=lambda entry: entry[0])
 
     def add(self, example: int, error: RowError) -> None:
@@ -132,7 +132,7 @@ def shown_counts(counts: Mapping[str, int]) -> str:
 class Row:
     """One row as it was read, with the place that messages name (``train.jsonl:17``).
 
-    ``folder`` is that of its file, which paths in the row are relative to.
+    ``folder`` is its file's, which paths in the row are relative to.
     """
 
     where: str

@@ -243,11 +243,11 @@ def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Row
     note = f"{number} held out, drawn at random"
     if copies:
         note += f", {copies} of them near-duplicates of others"
-    is_left = np.ones(len(rows), bool)
-    is_left[chosen] = False
+    is_trained = np.ones(len(rows), bool)
+    is_trained[chosen] = False
     # a list of a million rows takes half the memory
-    left = np.flatnonzero(is_left).astype(np.int32 if len(rows) < 1 << 31 else np.int64)
-    return rows.select(left), rows.select(np.array(chosen)), note
+    trained = np.flatnonzero(is_trained).astype(np.int32 if len(rows) < 1 << 31 else np.int64)
+    return rows.select(trained), rows.select(np.array(chosen)), note
 
 
 def suffix_of(file: Path) -> str | None:

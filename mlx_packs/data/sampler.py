@@ -120,9 +120,9 @@ def _ranked_batches(
 def _spans(widths: np.ndarray, limit: int) -> tuple[int, ...]:
     """Return the segments of a sequence; segments after the last example are as long as it is."""
     spans = widths.tolist()
-    more, left = divmod(limit - int(widths.sum()), spans[-1])
+    more, remainder = divmod(limit - int(widths.sum()), spans[-1])
     spans += more * spans[-1:]
-    spans[-1] += left
+    spans[-1] += remainder
     return tuple(spans)
 
 
@@ -252,12 +252,12 @@ class Sampler:
         return [Packed(packed[i : i + size]) for i in range(0, len(packed), size)]
 
     def _mixed(self) -> Iterator[Order]:
-        """Yield full batches of own and replayed examples; each kind continues epoch by epoch.
+        """Yield full batches of new and replayed examples; each kind continues epoch by epoch.
 
         A packed sequence has examples of one kind, and sequences are counted. They are not
         aligned, since a batch may have any of them.
         """
-        own = self._one_by_one(Draw(self.draw.first, self.draw.stop), 0)
+        fresh = self._one_by_one(Draw(self.draw.first, self.draw.stop), 0)
         replayed = self._one_by_one(Draw(0, self.draw.first), 1)
 
         for window in itertools.count():
@@ -265,7 +265,7 @@ class Sampler:
             edges = [self.draw.replayed(n * self.batch_size) for n in (*numbers, numbers.stop)]
             shares = np.diff(edges)  # replayed examples of each batch
             old = list(itertools.islice(replayed, int(shares.sum())))
-            new = list(itertools.islice(own, _WINDOW * self.batch_size - len(old)))
+            new = list(itertools.islice(fresh, _WINDOW * self.batch_size - len(old)))
 
             order = range(len(shares))
             if not self.packing:

@@ -251,7 +251,7 @@ class ConvertedRows(Source):
 class ValueList(Source):
     """The values of a list or data set as rows; messages call a row ``name[number]``.
 
-    ``convert`` returns the columns of a row, given its value. ``folder`` is that of its file.
+    ``convert`` returns the columns of a row, given its value. ``folder`` is the file's.
     """
 
     def __init__(

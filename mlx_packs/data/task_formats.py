@@ -23,7 +23,7 @@ from .row_format import (
     wrong_type,
 )
 
-# Other names of the columns of embedders and rerankers: those of sentence-transformers, and of
+# Other names of the columns of embedders and rerankers, in sentence-transformers and
 # FlagEmbedding.
 POSITIVE_NAMES = ("positives", "pos")
 NEGATIVE_NAMES = ("negative", "negatives", "neg", "negative_1")

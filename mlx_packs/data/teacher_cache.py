@@ -264,5 +264,5 @@ class TeacherTargets:
 
 def without_teacher(batch: Batch) -> Batch:
     """Return a batch without `TEACHER_ARRAYS`."""
-    inputs = {name: own for name, own in batch.inputs.items() if name not in TEACHER_ARRAYS}
+    inputs = {name: array for name, array in batch.inputs.items() if name not in TEACHER_ARRAYS}
     return replace(batch, inputs=inputs)

@@ -129,7 +129,7 @@ def encode_groups(
     groups_of: Callable[[Row, Any], Sequence[Group]],
     encoding: Encoding,
 ) -> TextGroups:
-    """Return the examples of a split: of each row those of ``groups_of``, by its format.
+    """Return the examples of a split, which ``groups_of`` makes of each row and its format.
 
     A row that cannot be used is a RowError, unless ``on_bad_row`` leaves such rows out.
     """
@@ -236,9 +236,9 @@ class TextCollate:
         of_examples = [texts.tokens(example) for example in order]
         shape = self.batch_size, max(map(len, of_examples))
         laid_out = [np.zeros(1, np.int32)] * math.prod(shape)
-        for row, own in enumerate(of_examples):
+        for row, tokens in enumerate(of_examples):
             start = row * shape[1]
-            laid_out[start : start + len(own)] = own
+            laid_out[start : start + len(tokens)] = tokens
 
         lengths = np.array([len(tokens) for tokens in laid_out], np.int32)
         tokens = padded(laid_out, self.width(int(lengths.max())))
@@ -260,7 +260,7 @@ class TextCollate:
     def batch(
         self, inputs: dict[str, np.ndarray], texts: TextGroups, order: Sequence[int]
     ) -> Batch:
-        """Return arrays, whose first axis is that of examples, as a batch."""
+        """Return arrays, whose first axis is the example, as a batch."""
         weights = self.rows(np.ones(len(order), np.float32))
         examples = tuple(int(i) for i in order)
         return self._counted(Batch({**inputs, "weights": weights}, 0, 0, examples, texts))

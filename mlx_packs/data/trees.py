@@ -11,7 +11,7 @@ the rows of each group are the same, the arrays of the batch become
 Where the first Q inputs of all rows are the same, and P - Q more in each group, these are a level
 of their own: ``root`` int32 [1, Q], and ``prefix`` [G, P - Q]. Positions count the root first.
 
-Its targets are those of the batch of rows, so its loss is, too: a target inside a prefix is there
+It has the targets of the batch of rows, and so the same loss: a target inside a prefix is there
 once for each row.
 """
 
@@ -86,7 +86,7 @@ def planted(batch: Batch, layout: Tree) -> Batch:
     rows, width = tokens.shape
     together = rows // groups
     branch = prefix - root  # inputs of a prefix after the root
-    computed = root + groups * branch  # inputs before those of suffixes
+    computed = root + groups * branch  # inputs before the suffixes
 
     row = positions // width
     at = positions % width
@@ -128,14 +128,14 @@ class TreeCollate:
         return self.tokens.batch_size
 
     def __call__(self, examples: Examples, order: np.ndarray) -> Batch:
-        own = self.of(order)
-        return own.tree(own.tokens(examples, order), own.tokens.prefix)
+        padded = self.of(order)
+        return padded.tree(padded.tokens(examples, order), padded.tokens.prefix)
 
     def shapes(self, examples: Examples, orders: Iterator[np.ndarray]) -> set[Shape]:
         shapes = set()
         for order in orders:
-            own = self.of(order)
-            shapes.add(own.planned(*own.tokens.shape(examples, order), own.tokens.prefix))
+            padded = self.of(order)
+            shapes.add(padded.planned(*padded.tokens.shape(examples, order), padded.tokens.prefix))
         return shapes
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:

@@ -1,8 +1,8 @@
 """Accuracy, macro F1, log loss and calibration of a classifier on held-out examples.
 
 The expected calibration error has 15 bins of equal width (https://arxiv.org/abs/1706.04599), as has
-the temperature that is fitted to logits. Standard errors of means are theirs; others are those of
-200 bootstrap samples.
+the temperature that is fitted to logits. A mean has its standard error; the standard errors of
+other metrics are from 200 bootstrap samples.
 """
 
 from collections import Counter

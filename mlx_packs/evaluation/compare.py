@@ -282,7 +282,7 @@ def _compared(
     limits: Mapping[str, float],
     conditions: Mapping[str, Any],
 ) -> BatchReport:
-    """Return the figures of a model; ``scores`` are those of the base alone, and its own."""
+    """Return the figures of a model; ``scores`` are the scores of the base, and of the model."""
     score = scores[1].score
     difference = Difference.between(*scores)
     pack_mb = 0.0
@@ -314,7 +314,7 @@ def _compared(
 
 
 def failed(compared: Sequence[BatchReport]) -> list[str]:
-    """Return a line for each gate that a pack failed; that of speed for each batch size."""
+    """Return a line for each gate that a pack failed; the speed gate has one by batch size."""
     lines = []
     for each in compared:
         for name, gate in each.gates.items():

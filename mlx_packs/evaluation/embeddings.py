@@ -1,6 +1,6 @@
 """Evaluation of embeddings on held-out examples: correlation with scores, retrieval, triplets.
 
-The numbers are those of sentence-transformers' EmbeddingSimilarityEvaluator,
+The numbers equal sentence-transformers' EmbeddingSimilarityEvaluator,
 InformationRetrievalEvaluator and TripletEvaluator with the cosine.
 """
 

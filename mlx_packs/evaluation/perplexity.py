@@ -84,7 +84,7 @@ class ExampleScores:
     def score(self) -> PerplexityScore:
         """All examples together.
 
-        Their error is that of a ratio, since tokens of an example depend on each other:
+        Their error is the error of a ratio, since tokens of an example depend on each other:
         se = sqrt(R / (R - 1) * sum((nll_r - mean * n_r)^2)) / N, times PPL.
         """
         count = int(self.targets.sum())

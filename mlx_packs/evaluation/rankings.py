@@ -1,7 +1,7 @@
 """Evaluation of a reranker on held-out queries: where the documents that answer come.
 
-The numbers are those of sentence-transformers' CrossEncoderRerankingEvaluator; of documents with
-equal scores those that answer least come first, so that no order of a row is of use.
+The numbers equal sentence-transformers' CrossEncoderRerankingEvaluator; among documents with
+equal scores the ones that answer least come first, so that no order of a row is of use.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ def reciprocal_rank(scores: np.ndarray, labels: np.ndarray) -> float:
 
 
 def ndcg(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Labels, discounted by the logarithm of their place, of those of the best order."""
+    """Labels, discounted by the logarithm of their place, as a share of the best order's."""
     gains = 1 / np.log2(np.arange(2, min(len(labels), TOP) + 2))
     order = np.lexsort((labels, -scores))
 

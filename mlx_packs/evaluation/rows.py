@@ -84,7 +84,7 @@ def comparison_data(
 def trained_data(pack: Pack) -> DataConfig | None:
     """Return the data that a pack was trained on, by fingerprint; None if it has gone.
 
-    A manifest has no paths: the names tried are its own, and that of the run folder.
+    A manifest has no paths: the names tried are the manifest's, and the run folder's.
     """
     if pack.examples is not None:
         return columns_of(pack, pack.examples)

@@ -94,7 +94,7 @@ def measure_throughput(
 
 
 def _medians(rounds: Sequence[Speed], firsts: Sequence[Speed]) -> Speed:
-    """Return the medians over rounds; ``firsts`` are those of the first model."""
+    """Return the medians over rounds; ``firsts`` are the rounds of the first model."""
     return Speed(
         batch_size=rounds[0].batch_size,
         prompt_tps=median(each.prompt_tps for each in rounds),

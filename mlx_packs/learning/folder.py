@@ -202,8 +202,8 @@ class LearningFolder:
             (partial / FACTS).write_text(to_json(facts), encoding="utf-8")
 
             if pack is not None:
-                own = replace(self, path=partial).version_folder(0)
-                shutil.copytree(str(pack.path), own / PACK)
+                first = replace(self, path=partial).version_folder(0)
+                shutil.copytree(str(pack.path), first / PACK)
 
     def _check_same(self, earlier: "LearningFolder") -> None:
         """Raise a PackError if a folder is of another base model, pack or name."""

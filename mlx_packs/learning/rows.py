@@ -100,14 +100,14 @@ def write_rows(folder: Path, rows: Mapping[str, Row], replaced: str | None = Non
                 continue
 
             stack.enter_context(write_errors(path))
-            kept = list(_lines(path))
+            written = list(_lines(path))
             if replaced is not None:
-                kept = [line for line in kept if _identity_of(line) != replaced]
+                written = [line for line in written if _identity_of(line) != replaced]
             if name in lines:
-                kept.append(lines[name])
+                written.append(lines[name])
 
             new = stack.enter_context(temporary(path, partial(Path.touch, mode=0o600)))
-            new.write_bytes("".join(kept).encode(errors="surrogateescape"))
+            new.write_bytes("".join(written).encode(errors="surrogateescape"))
             filesystem.sync(new)
             replacements.append((new, path))
 
@@ -185,7 +185,7 @@ class Split:
         return next(filter(None, faults), "")
 
     def _fault_of(self, kind: str, label: bool) -> str:
-        """Return the fault of too few answers of a kind: those of another are no contrast."""
+        """Return the fault of too few answers of a kind; other kinds are no contrast to them."""
         train = _labelled(self.train, label)
         held_out = _labelled(self.held_out, label)
 
@@ -216,11 +216,11 @@ def read_rows(folder: Path, task: str) -> Split:
         if not line.strip():
             continue
         row = _parsed(path, number, line)
-        own = {name: value for name, value in row.items() if name not in _ABOUT}
+        columns = {name: value for name, value in row.items() if name not in _ABOUT}
         if is_held_out(row["prompt"]):
-            held_out.append(own)
+            held_out.append(columns)
         else:
-            train.append(own)
+            train.append(columns)
 
     return Split(train, held_out)
 

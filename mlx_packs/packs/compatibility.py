@@ -177,14 +177,14 @@ def checked_scorer(pack: Pack, task: str) -> Pack:
 
 def unsuited(pack: Pack, task: str) -> PackError:
     """Return the error of a pack that is needed for a task, and is not for it."""
-    own = task_of(pack.manifest)
+    trained = task_of(pack.manifest)
     wanted = TASKS[task].pack.described
 
     text = f"is not {wanted}. Train one with --task {task}."
-    if own in TASKS and own != task:
-        facts = TASKS[own].pack
+    if trained in TASKS and trained != task:
+        facts = TASKS[trained].pack
         described = facts.described or "a pack that generates text"
-        text = f"is {described} (--task {own}), not {wanted}. {facts.instead}"
+        text = f"is {described} (--task {trained}), not {wanted}. {facts.instead}"
     return PackError(f"{pack.name}: {text}", "unsupported")
 
 

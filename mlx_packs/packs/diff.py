@@ -22,7 +22,7 @@ from .pack import Pack
 
 Factors = tuple[np.ndarray, np.ndarray]  # [E, in, r] with the scale in it, [E, r, out]; E experts
 
-# Of two deltas |A|^2, |B|^2, |A - B|^2 and <A, B> [4]; those of several projections add up.
+# |A|^2, |B|^2, |A - B|^2 and <A, B> of two deltas, [4]; the sums of several projections add up.
 Sums = np.ndarray
 
 

@@ -389,7 +389,7 @@ def generates(manifest: dict) -> bool:
 
 
 def pack_facts(manifest: dict) -> PackFacts:
-    """The facts of the packs of a task; those of any pack if the task is not known here."""
+    """The facts of the packs of a task; the default facts if the task is not known here."""
     task = task_of(manifest)
     if task not in TASKS:
         return PackFacts()

@@ -148,7 +148,7 @@ def _last_line(log: Path) -> str:
 
 
 def metrics_of(task: str) -> tuple[str, ...]:
-    """Return the metrics of a task; a plug-in has those of the task whose settings it has."""
+    """Return the metrics of a task; a plug-in shares them with the task whose settings it has."""
     facts = TASKS[task]
     if facts.metrics or facts.settings_of is None:
         return facts.metrics

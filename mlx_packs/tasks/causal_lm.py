@@ -159,7 +159,7 @@ class CausalLMTask(TokenTask):
     ) -> Exam:
         """Ask about the first examples of a split of the last phase, as many as ``batches`` have.
 
-        None is those of the sample that is evaluated, in its order.
+        None is the sample that is evaluated, in its order.
         """
         train = self.train
         most = _MOST_QUESTIONS

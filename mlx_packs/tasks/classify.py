@@ -120,7 +120,7 @@ class ClassifyTask(TextsTask):
     def bind(self, binding: Binding) -> list[Objective]:
         """Return the loss of the labels, which has the class weights of its phase."""
         model = binding.trainable.model
-        return [self._objective(model, self._class_weights(own)) for own in binding.data]
+        return [self._objective(model, self._class_weights(data)) for data in binding.data]
 
     def _objective(self, model: Any, weights: np.ndarray | None) -> TextLoss:
         problem = self.classes.problem

@@ -88,7 +88,7 @@ def _with_targets(piece: Batch, whole: Batch, start: int) -> Batch:
 
 
 class OnPolicy:
-    """Puts completions of the student in the place of those of the data, in a share of batches."""
+    """Replaces the completions of the data by the student's, in a share of the batches."""
 
     def __init__(self, student: Base, train: TrainConfig, data: Dataset) -> None:
         self._student = student
@@ -115,11 +115,11 @@ class OnPolicy:
         sampler = random_sampler(self._train, batch.number, min(batch.examples))
         model = self._student.model
         training = model.training
-        own = completions(self._student, prompts, self._train, sampler, shares=True)
+        generated = completions(self._student, prompts, self._train, sampler, shares=True)
         model.train(training)
 
         places = [batch.source[i].where for i in batch.examples]
-        examples = completed_examples(prompts, own, places)
+        examples = completed_examples(prompts, generated, places)
         collate = generated_collate(self._train, self.largest, len(examples))
         laid_out = collate(examples, np.arange(len(examples)))
         return replace(

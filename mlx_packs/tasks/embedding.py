@@ -117,7 +117,7 @@ class EmbeddingTask(NamedLossTask):
         return Dataset(examples, collate, sampler)
 
     def _query_prompt_of(self, base: Base, read: Splits) -> str:
-        """Return the specified prompt, or that of a decoder's own files if rows have anchors."""
+        """Return the specified prompt, or the prompt in a decoder's files if rows have anchors."""
         if self.train.query_prompt is not None:
             return self.train.query_prompt
 

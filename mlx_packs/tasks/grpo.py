@@ -278,13 +278,13 @@ class GRPOTask(Task):
     ) -> list[PhaseData]:
         """Return the data of phases, none of which replays another's."""
         data = []
-        for phase, own in zip(phases, encoded, strict=True):
+        for phase, splits in zip(phases, encoded, strict=True):
             t = phase.train
-            prompts = own["train"]
+            prompts = splits["train"]
             inputs = sequence_inputs(t.max_seq_length)
             sampler = Sampler(prompts.lengths, t.batch_size, inputs, t.seed)
             collate = PromptCollate(_largest(phase, prompts), self.shared)
-            data.append(PhaseData(self, phase, own, Dataset(prompts, collate, sampler)))
+            data.append(PhaseData(self, phase, splits, Dataset(prompts, collate, sampler)))
         return data
 
     def evaluation(self, phase: RunPhase, examples: Prompts, chosen: np.ndarray) -> Dataset:
@@ -320,11 +320,11 @@ class GRPOTask(Task):
             check_trees(binding.trainable, head)
 
         objectives: list[Objective] = []
-        for own in binding.data:
-            initial = binding.references[own.phase.name]
-            generate = partial(self._generate, own.train.collate)
-            objective = GRPO(model, head, own.phase.train, generate, initial, self._score)
-            objectives.append(objective)
+        for data in binding.data:
+            train = data.phase.train
+            initial = binding.references[data.phase.name]
+            generate = partial(self._generate, data.train.collate)
+            objectives.append(GRPO(model, head, train, generate, initial, self._score))
         return objectives
 
     def _generate(self, prompt_collate: PromptCollate, batch: Batch) -> tuple[Batch, np.ndarray]:

@@ -26,7 +26,7 @@ from ..display import Display
 from ..errors import PackError, flag_of
 from ..optim import make_optimizer
 
-OWN = fields_where(TrainConfig, phase=True)  # settings that a phase may have of its own
+PHASE_SETTINGS = fields_where(TrainConfig, phase=True)  # that a phase may override
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RunPhase:
     """A phase with every setting resolved."""
 
     name: str  # empty if the run has no phases
-    train: TrainConfig  # of the run, with those of the phase in their places
+    train: TrainConfig  # the run's settings, overridden by the phase's
     columns: DataConfig  # where its examples are
     replay: float = 0.0  # share of its examples that earlier phases have trained on
     carries_optimizer: bool = False  # whether it continues with the optimizer's state
@@ -119,22 +119,23 @@ def _resolve(
     task = phase.task or train.task
     _check_replay(phase, task, earlier)
 
-    own = {key: getattr(phase, key) for key in OWN if getattr(phase, key) is not None}
-    schedule = own.get("lr_schedule", train.lr_schedule)
+    values = {key: getattr(phase, key) for key in PHASE_SETTINGS}
+    overrides = {key: value for key, value in values.items() if value is not None}
+    schedule = overrides.get("lr_schedule", train.lr_schedule)
     if isinstance(schedule, Mapping):
-        if unused := sorted({"learning_rate", "warmup_steps", "warmup_ratio"} & set(own)):
+        if unused := sorted({"learning_rate", "warmup_steps", "warmup_ratio"} & set(overrides)):
             raise PackError(
                 f"{unused[0]}: is not used with an lr_schedule that is a mapping, which has its "
                 "own. Give the phase an lr_schedule of its own.",
                 "conflict",
                 unused[0],
             )
-        own |= {"warmup_steps": 0, "warmup_ratio": 0.0}
-    elif ("warmup_steps" in own) != ("warmup_ratio" in own):
+        overrides |= {"warmup_steps": 0, "warmup_ratio": 0.0}
+    elif ("warmup_steps" in overrides) != ("warmup_ratio" in overrides):
         # it replaces the run's, in either form
-        own = {"warmup_steps": 0, "warmup_ratio": 0.0} | own
+        overrides = {"warmup_steps": 0, "warmup_ratio": 0.0} | overrides
 
-    settings = replace(train, **train.of_other_tasks(task), **own, phases=())
+    settings = replace(train, **train.of_other_tasks(task), **overrides, phases=())
     make_optimizer(settings)
     if phase.data:
         columns = replace(columns, data=phase.data, hf_dataset=None)
@@ -177,11 +178,11 @@ def check_overridden(train: TrainConfig, specified: frozenset[str]) -> None:
         return
 
     for key in fields_where(TrainConfig, DataConfig, phase=True):
-        own = "data" if key == "hf_dataset" else key
-        if key in specified and all(getattr(phase, own) is not None for phase in train.phases):
+        name = "data" if key == "hf_dataset" else key
+        if key in specified and all(getattr(phase, name) is not None for phase in train.phases):
             raise PackError(
-                f"{flag_of(key)} (or {key} at the top of the file): every phase has its own {own}, "
-                "so this has no effect. Change it in the phases, or leave it out.",
+                f"{flag_of(key)} (or {key} at the top of the file): every phase has its own "
+                f"{name}, so this has no effect. Change it in the phases, or leave it out.",
                 "conflict",
             )
 
@@ -206,7 +207,7 @@ class PhaseData:
 
     def counts(self) -> dict[str, int]:
         """Return the number of examples by split, as manifests name it."""
-        return {self.phase.manifest_key(split): own.count for split, own in self.splits.items()}
+        return {self.phase.manifest_key(name): part.count for name, part in self.splits.items()}
 
     def shapes(self) -> set[Shape]:
         """Return the shapes of all training batches, as the memory plan counts them."""
@@ -248,7 +249,7 @@ _MOST_EXAMPLES = 400  # which give two digits: a share of right answers to 2.5 p
 def sample(lengths: np.ndarray, trained_tokens: float) -> np.ndarray:
     """Return the indices of the held-out examples that a run is evaluated on by default.
 
-    ``lengths`` are the tokens of each example, ``trained_tokens`` those of all batches.
+    ``lengths`` are the tokens of each example; the run trains on ``trained_tokens`` in all.
 
     The order only depends on the number of examples: a longer run, a resumed one and one with
     another seed are evaluated on the same examples, or on more after the same ones.

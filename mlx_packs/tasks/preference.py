@@ -107,13 +107,10 @@ class PreferenceTask(TokenTask):
             return completion_sums(model, head, inputs, layout)[0]
 
         objectives: list[Objective] = []
-        for own in binding.data:
-            initial = binding.references[own.phase.name]
-            reference = Reference(model, initial, sums, own.train)
-            objective = PreferenceObjective(
-                model, head, own.phase.train, reference, score_preferences
-            )
-            objectives.append(objective)
+        for data in binding.data:
+            train = data.phase.train
+            reference = Reference(model, binding.references[data.phase.name], sums, data.train)
+            objectives.append(PreferenceObjective(model, head, train, reference, score_preferences))
         return objectives
 
     def summary(self, trained: Trained) -> Summary:

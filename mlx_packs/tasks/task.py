@@ -38,7 +38,7 @@ from ..objectives.score import Score, check_best
 from ..packs.base import Base
 from ..packs.facts import answer_line, format_change, mistake_lines, phase_lines
 from ..packs.pack import Pack
-from .phases import OWN, PhaseData, RunPhase, counted, show_cut, show_notes, show_phase
+from .phases import PHASE_SETTINGS, PhaseData, RunPhase, counted, show_cut, show_notes, show_phase
 
 # Takes prompts, completions and the other columns of the rows, a list each; returns a number each,
 # or None for a completion that it does not score.
@@ -84,7 +84,7 @@ class Trained:
     trainable: Trainable
     data: Sequence[PhaseData]  # of every phase
     sources: Sequence[str]  # the public name of the examples of every phase
-    phases: Sequence[RunPhase]  # those of other tasks too
+    phases: Sequence[RunPhase]  # of the whole run, of other tasks too
     curve: Sequence[Mapping]  # the lines of metrics.jsonl
     scores: Sequence[Mapping[str, Score]]  # by phase: before the first one and after each
     initial: PhaseReference  # of the run: what every number and sample "before" is of
@@ -204,10 +204,10 @@ class Task(ABC):
 
         data = []
         start = 0
-        for phase, own in zip(phases, encoded, strict=True):
-            stop = start + len(own["train"])
+        for phase, splits in zip(phases, encoded, strict=True):
+            stop = start + len(splits["train"])
             train = self.training(phase, joined, Draw(start, stop, phase.replay))
-            data.append(PhaseData(self, phase, own, train))
+            data.append(PhaseData(self, phase, splits, train))
             start = stop
         return data
 
@@ -329,7 +329,7 @@ def phase_reports(trained: Trained) -> list[dict]:
                 "data": source,
                 "batches": [phase.first_batch, phase.stop],
                 "steps": -(-phase.train.iters // phase.train.grad_accumulation_steps),
-                **{key: getattr(phase.train, key) for key in OWN},
+                **{key: getattr(phase.train, key) for key in PHASE_SETTINGS},
                 "replay": phase.replay,
                 "optimizer_state": optimizer_state,
                 "rows": rows,
@@ -475,8 +475,8 @@ def make_tasks(
     tasks = {}
     for name in train.tasks:
         TASKS.plugin(name)
-        own = [phase for phase in phases if phase.train.task == name]
-        tasks[name] = task_class(name, train)(own[-1], lora, calls)
+        last = [phase for phase in phases if phase.train.task == name][-1]
+        tasks[name] = task_class(name, train)(last, lora, calls)
 
     return tasks
 

@@ -133,9 +133,11 @@ class Teacher:
         """Return what the cache of some splits depends on."""
         base = self.base
         weights = hashlib.sha256(f"{base.fingerprint} {base.quantization}".encode())
-        splits = {
-            split: split_facts(own, self.top_k, base.vocab_size) for split, own in examples.items()
-        }
+
+        splits = {}
+        for name, split in examples.items():
+            splits[name] = split_facts(split, self.top_k, base.vocab_size)
+
         return CacheFacts(
             self.name,
             weights.hexdigest(),

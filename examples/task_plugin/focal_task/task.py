@@ -13,7 +13,7 @@ from mlx_packs.tasks.causal_lm import CausalLMTask
 
 
 class FocalTask(CausalLMTask):
-    """Examples, scores and the report are those of `--task lm`."""
+    """Examples, scores and the report are the same as in `--task lm`."""
 
     def loss_options(self) -> LossOptions:
         """Return the options of the loss, (1 - p)^gamma * -log p of each target."""
