@@ -46,9 +46,12 @@ def packs(shared_tiny, tmp_path_factory) -> dict[str, Pack]:
     """A pack of each kind for the bundled base."""
     folder = tmp_path_factory.mktemp("packs")
     plain = random_pack(shared_tiny, rank=1, targets=("q_proj",))
+
     saved = {}
     for kind, (rows, facts) in KINDS.items():
-        head = {SCORE_WEIGHT: mx.ones((rows, shared_tiny.config["hidden_size"]))} if rows else {}
+        head = {}
+        if rows:
+            head = {SCORE_WEIGHT: mx.ones((rows, shared_tiny.config["hidden_size"]))}
         pack = untrained_pack(shared_tiny, plain.specs, plain.tensors, head, **facts)
         saved[kind] = pack.save(folder / kind)
     return saved
@@ -65,9 +68,10 @@ def test_commands_that_generate_reject_packs_without_text(packs, tmp_path, run, 
         "eval-tasks": [pack, "--tasks", "x"],
         "serve": ["--pack", pack, "--task", "lm", "--port", "0"],
     }
+    if kind == "classify":  # which answers /v1/classify
+        del commands["serve"]
+
     for command, arguments in commands.items():
-        if (command, kind) == ("serve", "classify"):  # which answers /v1/classify
-            continue
         code, out, err = run(command, *arguments)
         assert (code, len(err.splitlines()[-1:])) == (2, 1), (command, out, err)
         check(run.error, "unsupported", None, str(pack), *USES[kind])

@@ -154,19 +154,23 @@ def test_first_rows_of_a_stream_and_its_dates(cache, hub):
 
 
 def test_what_is_wrong_with_a_stream_is_named_and_leaves_nothing(cache, hub, monkeypatch):
-    for given in (hub.splits["train"], hub.splits):
+    for stream in (hub.splits["train"], hub.splits):
         with raises("unsupported", "data", "an IterableDataset is not read", "hf:owner/name"):
-            source_of(given)
+            source_of(stream)
+
+    for name in ("hf:", "hf:some/set[5:]", "hf:a/b/c"):
+        with raises("invalid", "data", "hf:owner/name[:1000]"):
+            load_rows(DataConfig(data=name))
+
     hub.splits["train"].breaks_at = 5
     with raises("network", "data", "hf:some/set/train: cannot be streamed: the server is gone"):
         load_rows(DataConfig(data="hf:some/set"))
     assert not list(cache.iterdir())
-    for name in ("hf:", "hf:some/set[5:]", "hf:a/b/c"):
-        with raises("invalid", "data", "hf:owner/name[:1000]"):
-            load_rows(DataConfig(data=name))
+
     del hub.splits["train"]
     with raises("data", "data", "has no train split, only validation"):
         load_rows(DataConfig(data="hf:some/set"))
+
     monkeypatch.setitem(sys.modules, "datasets", None)
     with raises("dependency", "data", "`pip install datasets`"):
         load_rows(DataConfig(data="hf:some/set"))

@@ -75,6 +75,7 @@ def test_messages_calls_tools_and_thoughts_in_a_key_that_are_lost_are_named(with
     row["messages"] += [{"role": "tool", "content": "1", "name": "f"}]
     row["messages"] += chat("And?", "One.")["messages"]
     row |= {"tools": [TOOL]}
+
     notes = "".join(notes_of(with_template(DROPS), row))
     for kind, place in (
         ("tools", ""),
@@ -84,6 +85,7 @@ def test_messages_calls_tools_and_thoughts_in_a_key_that_are_lost_are_named(with
         assert noted(kind, f"f:1{place}") in notes
     assert notes.count("leaves out") == 3
     assert notes_of(with_template(), row) == []
+
     row = chat("1+1?", "2", "2+2?", "4")
     row["messages"][1]["thinking"] = "A sum of small numbers."
     (note,) = notes_of(with_template(), row)

@@ -220,13 +220,19 @@ def test_shards_of_a_folder_are_splits_in_the_order_of_their_numbers(tmp_path):
     assert load_rows(DataConfig(data=str(tmp_path / "d"))).notes == [
         "not used: other.jsonl (names are train; valid, validation, val, dev; test)"
     ]
+
     write_shards(tmp_path / "e", "train.jsonl", "train_1.jsonl", "valid.jsonl")
     assert texts_in(tmp_path / "e") == [f"train {i}" for i in range(3)]  # the one without a number
+
     write_shards(tmp_path / "f", "valid-0.jsonl", "dev-0.jsonl", "train.jsonl")
     with raises("conflict", "data", "both contain valid"):
         texts_in(tmp_path / "f")
-    write_shards(tmp_path / "g", "part-00000.jsonl", "part-00001.jsonl")  # training data, all
+
+
+def test_shards_of_a_single_name_are_training_data(tmp_path):
+    write_shards(tmp_path / "g", "part-00000.jsonl", "part-00001.jsonl")
     assert len(texts_in(tmp_path / "g")) + len(texts_in(tmp_path / "g", "valid")) == 6
+
     write_shards(tmp_path / "g", "other-0.jsonl")
     with raises("not-found", "data", "must contain train.jsonl"):
         texts_in(tmp_path / "g")

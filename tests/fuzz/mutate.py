@@ -78,21 +78,22 @@ class Mutator:
 
     def near(self, value: Any) -> Any:
         """Return a value that is almost another one."""
-        rng = self.rng
         if isinstance(value, bool) or value is None:
             near = [True, False, None, 0, 1, "true"]
         elif isinstance(value, (int, float)):
             near = [value + 1, value - 1, -value, value * 2, value * 1000, value / 2, str(value)]
         elif isinstance(value, str):
-            at = rng.randrange(len(value) + 1)
-            middle = rng.choice([*CONTROLS, "x", ".", "/", "é", "0"])
-            cut = rng.choice([value[:-1], value.upper(), value[:at] + middle + value[at:]])
-            near = [cut, *self.words[:1], [value], {value: value}]
+            near = [self._near_text(value), *self.words[:1], [value], {value: value}]
         elif isinstance(value, list):
             near = [value[:-1], value * 2, [value], value[::-1], dict(enumerate(value))]
         else:
             near = [list(value), list(value.values()), [value], {**value, "more": 1}]
-        return rng.choice(near)
+        return self.rng.choice(near)
+
+    def _near_text(self, text: str) -> str:
+        at = self.rng.randrange(len(text) + 1)
+        middle = self.rng.choice([*CONTROLS, "x", ".", "/", "é", "0"])
+        return self.rng.choice([text[:-1], text.upper(), text[:at] + middle + text[at:]])
 
     def tree(self, tree: Any) -> Any:
         """Return a tree with one to three changes: values, keys, types, depth, duplicates."""

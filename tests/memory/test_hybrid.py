@@ -23,7 +23,7 @@ from tests.helpers.steps import make_batch
 from tests.helpers.variants import slow_except
 from tests.memory.measured import peak_of_step
 
-# hidden and FFN (of a mixture that of the shared expert), value heads, blocks
+# hidden and FFN (in a mixture the shared expert's), value heads, blocks
 SHAPES = {"narrow": (128, 256, 4, 4), "wide": (192, 512, 8, 4), "mixture": (128, 64, 4, 4)}
 VOCAB = 256
 
@@ -31,6 +31,7 @@ VOCAB = 256
 def config_of(family: str, hidden: int, ffn: int, value_heads: int, blocks: int) -> dict:
     config = families.config_of(family) | {"vocab_size": VOCAB}
     text = config.get("text_config", config)
+
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -44,6 +45,7 @@ def config_of(family: str, hidden: int, ffn: int, value_heads: int, blocks: int)
         "linear_num_value_heads": value_heads,
         "full_attention_interval": 4,
     }
+
     text |= {name: size for name, size in sizes.items() if name in text}
     return config
 

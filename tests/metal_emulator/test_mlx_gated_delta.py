@@ -57,14 +57,11 @@ def header(name: str, function: str) -> str:
 
 def launch(file: str, function: str, inputs: dict, outputs: dict, arguments: str, **more) -> list:
     """Outputs of a kernel; ``inputs`` has arrays and ``outputs`` shapes, by name."""
-    kernel = metal_kernel(
-        function,
-        [*inputs, "T"],
-        list(outputs),
-        f"{function}<float, Dk, Dv, Hk, Hv, Ckpt>({arguments}, {PLACE});",
-        header(file, function),
-        checks=CHECKS,
-    )
+    call = f"{function}<float, Dk, Dv, Hk, Hv, Ckpt>({arguments}, {PLACE});"
+    names = [*inputs, "T"]
+    text = header(file, function)
+    kernel = metal_kernel(function, names, list(outputs), call, text, checks=CHECKS)
+
     return kernel(
         inputs=[*inputs.values(), mx.array(TOKENS)],
         template=list(SIZES.items()),
@@ -100,23 +97,25 @@ def test_the_kernels_of_mlx_agree():
         {"y": v.shape, "state_out": state.shape, "state_cache": cache},
         "q, k, v, state_in, g, beta, y, state_out, T, state_cache",
     )
+
     expected = loop(*arrays)
     assert mx.allclose(output, expected[0], atol=1e-5).item()
     assert mx.allclose(last, expected[1], atol=1e-5).item()
 
     cotangents = [mx.random.normal(x.shape, key=mx.random.key(5)) for x in (v, state)]
-    given = dict(zip("q k v g b cot_o cot_h".split(), [*arrays[:5], *cotangents], strict=True))
+    named = dict(zip("q k v g b cot_o cot_h".split(), [*arrays[:5], *cotangents], strict=True))
     names = ("dq", "dk", "dv", "dg", "db", "dh")
-    found = launch(
+    gradients = launch(
         NAMES[1],
         "gated_delta_vjp_seq",
-        given | {"state_cache": states},
+        named | {"state_cache": states},
         {name: x.shape for name, x in zip(names, arrays, strict=True)},
         "q, k, v, g, b, cot_o, cot_h, state_cache, T, "
         "(device mlx_atomic<float>*)dq, (device mlx_atomic<float>*)dk, dv, "
         "(device mlx_atomic<float>*)dg, (device mlx_atomic<float>*)db, dh",
         init_value=0.0,
     )
+
     _, expected = mx.vjp(loop, arrays, cotangents)
-    for name, ours, theirs in zip(names, expected, found, strict=True):
+    for name, ours, theirs in zip(names, expected, gradients, strict=True):
         assert mx.allclose(theirs, ours, rtol=1e-4, atol=1e-4).item(), name

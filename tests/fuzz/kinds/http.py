@@ -55,6 +55,18 @@ def judge(status: int, answer: bytes) -> None:
         raise PackError(f"status {status}: {error['message'][:300]}")
 
 
+def check_events(text: str) -> None:
+    """Raise an error for a stream that ends in a fault of the server."""
+    for event in text.split("\n\n"):
+        data = event.removeprefix("data: ")
+        if data in ("", "[DONE]"):
+            continue
+
+        content = strict_json(data)
+        if content.get("error", {}).get("type") == "server_error":
+            raise RuntimeError(f"{content}")
+
+
 class BodyKind(Kind):
     """The JSON of a request to a server of a small base, or of an encoder, and its pack."""
 
@@ -94,15 +106,13 @@ class BodyKind(Kind):
         server = self.embedding if name == "embedding" else self.server
         body = Path(SUBJECT, f"{name}.json").read_bytes()
         status, headers, answer = server.request("POST", PATHS[name], body)
+
         if not (self.server.worker.is_alive and self.embedding.worker.is_alive):
             raise RuntimeError("a worker has died")
         if headers.get("content-type", "").startswith("text/event-stream"):
-            for event in answer.decode().split("\n\n"):
-                if (data := event.removeprefix("data: ")) not in ("", "[DONE]"):
-                    told = strict_json(data)
-                    if told.get("error", {}).get("type") == "server_error":
-                        raise RuntimeError(f"{told}")
+            check_events(answer.decode())
             return
+
         judge(status, answer)
         content = strict_json(answer)
         if status == 201 and content["name"] != "one":
