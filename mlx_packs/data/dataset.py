@@ -36,11 +36,9 @@ class ExampleSet(Protocol):
 
     def __len__(self) -> int:
         """Return how many there are."""
-        raise NotImplementedError
 
     def where(self, i: int) -> str:
         """Return the row of an example as messages name it: ``train.jsonl:17``."""
-        raise NotImplementedError
 
     @property
     def count(self) -> int:

@@ -68,13 +68,11 @@ class SplitOverview:
         return [(low + 1, high, count) for low, high, count in bins][first:]
 
     def to_json(self) -> dict:
-        bins = [list(each) for each in self.histogram()]
-
         return {
             "rows": self.rows,
             "looked_at": self.looked_at,
             "lengths": self.quantiles(),
-            "histogram": bins,
+            "histogram": [list(each) for each in self.histogram()],
             "cut": self.cut,
             "dropped": self.dropped,
             "images_beyond": self.beyond,

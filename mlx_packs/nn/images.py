@@ -138,11 +138,9 @@ class ImageInputs:
         if _FEATURES not in inner or (is_prompt and placed is inputs):
             return plain(inner, inputs, cache, *others, **named)
 
-        inputs = placed
-
-        is_image = inputs < 0
-        rows = mx.where(is_image, -1 - inputs, 0)
-        tokens = mx.maximum(inputs, 0)
+        is_image = placed < 0
+        rows = mx.where(is_image, -1 - placed, 0)
+        tokens = mx.maximum(placed, 0)
         embedded = inner.embed_tokens(tokens)
         features = inner[_FEATURES]
         features = (features[rows] * self._rules.scale).astype(embedded.dtype)
@@ -151,7 +149,7 @@ class ImageInputs:
             cache = self._seeing(cache, is_image, is_image & inner[_BEGINS][rows])
 
         self._shown = is_image, rows
-        self._turns = self._turns_of(inputs, is_prompt)
+        self._turns = self._turns_of(placed, is_prompt)
         try:
             return plain(inner, tokens, cache, embedded, *others, **named)
         finally:
@@ -217,23 +215,23 @@ class ImageInputs:
         return mx.cos(angles), mx.sin(angles)
 
     def _shifts_of(self, inputs: mx.array, before: mx.array | None = None) -> mx.array:
-        """Return the shifts [3, B, T] of inputs [B, T]; ``before`` [B] those of what they follow.
+        """Return the shifts [3, B, T] of inputs [B, T], which follow shifts ``before`` [B].
 
         Examples that are packed in a row follow each other, too: only differences count.
         """
-        own = self._own_shifts(inputs)
-        after = own[..., 3]
+        of_features = self._feature_shifts(inputs)
+        after = of_features[..., 3]
         shifted = mx.cumsum(after, axis=1) - after
 
         if before is not None:
             shifted = shifted + before[:, None]
-        return shifted[None] + own[..., :3].transpose(2, 0, 1)
+        return shifted[None] + of_features[..., :3].transpose(2, 0, 1)
 
-    def _own_shifts(self, inputs: mx.array) -> mx.array:
+    def _feature_shifts(self, inputs: mx.array) -> mx.array:
         """Return the shifts of the features at inputs, [B, T, 4]; zeros at other tokens."""
         is_image = inputs < 0
-        own = self._inner[_SHIFTS][mx.where(is_image, -1 - inputs, 0)]
-        return mx.where(is_image[..., None], own, 0)
+        shifts = self._inner[_SHIFTS][mx.where(is_image, -1 - inputs, 0)]
+        return mx.where(is_image[..., None], shifts, 0)
 
     def shifts_of_tree(self, tokens: mx.array, prefixes: Mapping[str, mx.array]) -> None:
         """Set the shifts of a root, prefixes and rows, which follow each other, and of all."""
@@ -246,7 +244,7 @@ class ImageInputs:
             shifts = self._shifts_of(level, before)
             levels.append(shifts)
             self._tree[level.shape] = shifts
-            before = before + self._own_shifts(level)[..., 3].sum(axis=1)
+            before = before + self._feature_shifts(level)[..., 3].sum(axis=1)
 
         whole = mx.concatenate([each.reshape(3, 1, -1) for each in levels], axis=2)
         self._tree.setdefault(whole.shape[1:], whole)
@@ -364,8 +362,8 @@ def _call_through(module: nn.Module, call: Callable[..., Any]) -> None:
     def __call__(self: nn.Module, *inputs: Any, **named: Any) -> Any:  # noqa: N807
         return call(self, kind.__call__, *inputs, **named)
 
-    own = {"__call__": __call__, "__module__": kind.__module__}
-    module.__class__ = type(kind.__name__, (kind,), own)
+    namespace = {"__call__": __call__, "__module__": kind.__module__}
+    module.__class__ = type(kind.__name__, (kind,), namespace)
 
 
 def _axes_of(sections: tuple[int, ...], interleaved: bool) -> mx.array:

@@ -29,7 +29,7 @@ class AdapterShape:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The axes before those of one adapter."""
+        """The axes before the axes of one adapter."""
         if self.experts is None:
             return ()
         return (self.experts,)
@@ -124,7 +124,7 @@ class GroupedLoRA(nn.Module):
         return self._replaced(outputs, with_deltas(adapted, hidden, b, self._scales))
 
     def __call__(self, x: mx.array, outputs: Sequence[mx.array]) -> list[mx.array]:
-        """Return ``outputs`` [..., O_i], those of adapted projections with their deltas."""
+        """Return ``outputs`` [..., O_i], with the deltas of adapted projections."""
         x = self._dropped(x)
         adapted = [outputs[i] for i in self._adapted]
         summed = grouped_lora(x, adapted, *self.factors(x.dtype))
@@ -261,18 +261,15 @@ def common_format(projections: Sequence[Callable]) -> Format | None:
     """Return the common format of projections that only multiply; None if they differ."""
     forms = set()
     for p in projections:
-        form = None
-        if type(p) is nn.QuantizedLinear and p.mode == "affine" and "bias" not in p:
-            form = Format(p.group_size, p.bits)
-        forms.add(form)
+        if type(p) is not nn.QuantizedLinear or p.mode != "affine" or "bias" in p:
+            return None
+        forms.add(Format(p.group_size, p.bits))
 
-    if len(forms) == 1:
-        return forms.pop()
-    return None
+    return forms.pop() if len(forms) == 1 else None
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear with adapters on slices of its output: one slice, or those of a fused one.
+    """A frozen linear with adapters on slices of its output: one slice, or several of a fused one.
 
     A fused linear that splits its output itself (Apple's foundation model) gives a list of slices.
     """
@@ -321,7 +318,7 @@ class AdaptedSwitchLinear(nn.Module):
     """A frozen switch linear with an adapter for each expert; called as the switch linear is.
 
     The weight is [E, O, D], dense or quantized. The adapter has A [E, D, R] and B [E, R, O], and a
-    row meets those of its own expert only.
+    row meets the factors of its own expert only.
     """
 
     def __init__(self, linear: nn.Module, lora: GroupedLoRA) -> None:

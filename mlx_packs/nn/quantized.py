@@ -103,21 +103,16 @@ class DenseLinear(nn.Linear):
 
 def dense_module(module: nn.Module, dtype: mx.Dtype | None = None) -> nn.Module:
     """Return a frozen nn.Linear or nn.Embedding with the weight of ``module``, dequantized."""
-    weight = frozen_weight(module).dense()
-    if dtype is not None:
-        weight = weight.astype(dtype)
-
     if isinstance(module, EMBEDDINGS):
         dense = nn.Embedding(1, 1)
     else:
         dense = DenseLinear(1, 1, bias="bias" in module)
-        if "bias" in module:
-            bias = module.bias
-            if dtype is not None:
-                bias = bias.astype(dtype)
-            dense.bias = bias
 
-    dense.weight = weight
+    dense.weight = frozen_weight(module).dense()
+    if "bias" in module:
+        dense.bias = module.bias
+    if dtype is not None:
+        dense.set_dtype(dtype)
     dense.freeze()
     return dense
 

@@ -141,15 +141,11 @@ def shown(value: float) -> str:
     if size == 0:
         return "0"
     if size >= 1e6 or size < 1e-3:
-        return _scientific(value)
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     if size >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
-
-
-def _scientific(value: float) -> str:
-    mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 def _around(series: Sequence[Points]) -> tuple[float, float]:

@@ -199,10 +199,8 @@ class EarlyStop:
         if self.seconds is not None and monotonic() - self._started >= self.seconds:
             return f"it trained for {clock(self.seconds)} (--time)"
 
-        for observer in self.observers:
-            if reason := observer.stop_reason:
-                return reason
-        return None
+        reasons = (observer.stop_reason for observer in self.observers)
+        return next(filter(None, reasons), None)
 
 
 def check_validated(train: "TrainConfig", splits: "Splits") -> None:
