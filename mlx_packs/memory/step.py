@@ -48,7 +48,7 @@ def factors() -> Factors:
 
 
 class Level(NamedTuple):
-    """Rows that attend alike: those of a batch, prefixes, or what follows these."""
+    """Rows that attend alike: a batch's rows, prefixes, or what follows these."""
 
     rows: int
     length: float  # inputs of a row, the mean of packed examples
@@ -98,7 +98,7 @@ def passes_of(shape: Shape, sequences: int, at_once: bool = False) -> tuple[Pass
 
 @dataclass(frozen=True)
 class Step:
-    """A training step of adapters on a batch; its blocks are those of the Llama family.
+    """A training step of adapters on a batch, with blocks as in the Llama family.
 
     A tree takes one pass, or one for each of its levels (nn/prefix.py), and each column of texts of
     a batch of pairs takes one.
@@ -124,23 +124,23 @@ class Step:
     def moments(self, itemsize: int) -> dict[str, dict[str, int]]:
         """Return the parts at the moments of the forward and backward pass, in bytes."""
         moments: dict[str, dict[str, int]] = {}
-        for own, before in self._before():
-            states = 2 * self.sizes.hidden * sum(each.tokens for each in self.passes)
-            if own is self.passes[-1]:
-                logits = itemsize * self.loss_numbers() + self.teacher_bytes()
-                moments["loss"] = moment_parts(
-                    self.waiting_at_loss, itemsize * (before + states), logits
-                )
+        states = 2 * self.sizes.hidden * sum(level.tokens for level in self.passes)
 
-            again = (
-                max(self._kept(own), default=0) * self.policy.blocks
-            )  # of one that is computed again
-            for name, (working, gone) in self._in_blocks(own, itemsize).items():
-                saved = itemsize * (before + again - gone * own.tokens)
+        for of_pass, before in self._before():
+            if of_pass is self.passes[-1]:
+                saved = itemsize * (before + states)
+                logits = itemsize * self.loss_numbers() + self.teacher_bytes()
+                moments["loss"] = moment_parts(self.waiting_at_loss, saved, logits)
+
+            # the largest block keeps its activations while it is computed again
+            if self.policy.blocks:
+                before += max(self._kept(of_pass), default=0)
+
+            for name, (working, gone) in self._in_blocks(of_pass, itemsize).items():
+                saved = itemsize * (before - gone * of_pass.tokens)
                 parts = moment_parts(self.waiting, saved, working=working)
-                moments[name] = max(
-                    parts, moments.get(name, parts), key=lambda each: sum(each.values())
-                )
+                earlier = moments.get(name, parts)
+                moments[name] = max(parts, earlier, key=lambda each: sum(each.values()))
 
         if self.evaluated is not None:
             working, _ = self._in_blocks(Pass((self.evaluated,)), itemsize)["mlp"]
@@ -151,14 +151,14 @@ class Step:
         """Yield each pass, and the numbers that are kept when its backward pass begins."""
         read = 0  # keys and values of prefixes
         if not self.independent:
-            prefixes = sum(own.tokens for own in self.passes[:-1])
+            prefixes = sum(of_pass.tokens for of_pass in self.passes[:-1])
             read = len(self.kept) * 2 * self.sizes.keys * prefixes
-        kept = [sum(self._kept(own)) for own in self.passes]
+        kept = [sum(self._kept(of_pass)) for of_pass in self.passes]
         if self.policy.blocks:
-            kept = [self.block_inputs(own) for own in self.passes]
+            kept = [self.block_inputs(of_pass) for of_pass in self.passes]
 
-        for own in self.passes:
-            yield own, sum(kept) + read * self.policy.blocks
+        for of_pass in self.passes:
+            yield of_pass, sum(kept) + read * self.policy.blocks
 
     def block_inputs(self, own: Pass) -> int:
         """Return the numbers of the inputs of the adapted blocks."""
@@ -224,7 +224,7 @@ class Step:
 
     def _kept(self, own: Pass) -> list[float]:
         """Return the numbers that each adapted block keeps of a pass."""
-        joined = 0  # keys and values of prefixes, before those of each row
+        joined = 0  # keys and values of prefixes, before each row's
         if not self.policy.operations:
             joined = 2 * self.sizes.keys * own.repeated
 
