@@ -90,7 +90,7 @@ def _mac(name: str, cores: int, bandwidth: float, tflops: float, matrix: float =
 # MLX uses them in products. On M1 to M4 simdgroup matrices run on the ordinary ALUs.
 # bfloat16 is emulated on M1 and M2 (jundot/omlx#3277; ml-explore/mlx#4216: 4-bit products on an M1
 # Max take 1.8 times as long as in float16). There is no M4 Ultra, and no M5 Ultra at this writing.
-# A launch on Macs was measured on an M3 Ultra (ml-explore/mlx#4521), that of NVIDIA's is assumed.
+# A launch on Macs was measured on an M3 Ultra (ml-explore/mlx#4521), NVIDIA's is assumed.
 _M5 = 4 * 18.4 / 22.8
 CHIPS = {
     chip.name: chip

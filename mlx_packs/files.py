@@ -197,7 +197,7 @@ def to_json(value: object) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name can be that of a model or data set on the Hub: ``owner/name``."""
+    """Return whether a name can name a model or data set on the Hub: ``owner/name``."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII) is not None
 
 

@@ -49,21 +49,21 @@ class Plugin:
 
     def with_methods_of(self, code: str, interface: type) -> Any:
         """Return a class of the package, which must have the public methods of an interface."""
-        own = self.load(code)
+        loaded = self.load(code)
 
         public = [name for name in dir(interface) if not name.startswith("_")]
         lacking = []
         for name in public:
             if not callable(getattr(interface, name)):
                 continue
-            method = getattr(own, name, None)
+            method = getattr(loaded, name, None)
             if not callable(method) or getattr(method, "__isabstractmethod__", False):
                 lacking.append(name)
 
         if lacking:
             place = f"{interface.__module__}.{interface.__qualname__}"
             raise self.fault(f"has no {', '.join(lacking)} in {code}, as {place} has")
-        return own
+        return loaded
 
     def fault(self, what: str) -> PackError:
         """Return the error of a package that is at fault; ``what`` it does follows its name."""

@@ -242,7 +242,7 @@ def sha256(file: Path) -> str:
 def read_header(file: Path) -> tuple[dict[str, dict], int]:
     """Return the header of a safetensors file, by tensor, and the offset at which its data starts.
 
-    The safetensors library checks all of it: known dtypes, offsets that are those of the shapes, no
+    The safetensors library checks all of it: known dtypes, offsets that fit the shapes, no
     gap and no overlap.
     """
     header, start, _ = _read_header(file)

@@ -126,7 +126,7 @@ def announced(say: Callable[[], object]) -> Iterator[None]:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if before != -1:  # that of an event loop, or of a run that overlaps with this one
+    if before != -1:  # an event loop's, or of a run that overlaps with this one
         signal.set_wakeup_fd(before)
         reader.close()
         writer.close()

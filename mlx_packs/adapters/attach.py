@@ -230,7 +230,7 @@ def plan_specs(groups: list[Group], lora: LoRAConfig) -> Specs:
             if alpha is None:
                 alpha = 2.0 * rank
             if lora.rslora:
-                # a spec's scale is alpha / rank, so that of rsLoRA is in its alpha
+                # a spec's scale is alpha / rank, so rsLoRA's scale is in its alpha
                 alpha *= math.sqrt(rank)
             slices.append(SliceSpec(name, width, rank, alpha))
 

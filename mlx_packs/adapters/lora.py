@@ -132,7 +132,7 @@ class Attached:
     def tensors(self) -> dict[str, mx.array]:
         """Return adapters by name on disk: ``<path>.lora_a`` [in, r], ``<path>.lora_b`` [r, out].
 
-        They are float32; those of experts are as mlx-lm has them, [E, r, in] and [E, out, r].
+        They are float32; experts' are as mlx-lm has them, [E, r, in] and [E, out, r].
         """
         return place_tensors(self.places)
 
@@ -180,10 +180,10 @@ def _make_lora(
 
         adapter = spec.in_features, spec.widths, spec.experts
         if (spec.kind == "embedding") != geometry.embeds:
-            kinds = ["an embedding", "a linear"]
-            actual, expected = kinds if geometry.embeds else reversed(kinds)
+            kinds = ["a linear", "an embedding"]
             raise PackError(
-                f"{spec.path}: the adapter is for {expected}, but the base has {actual}.",
+                f"{spec.path}: the adapter is for {kinds[not geometry.embeds]}, but the base has "
+                f"{kinds[geometry.embeds]}.",
                 "mismatch",
             )
 
@@ -350,7 +350,7 @@ def load_places(
 def delta_of(spec: ModuleSpec, tensors: Mapping[str, mx.array]) -> mx.array:
     """Return the delta of adapters, named as on disk, on their weight: [out, in] in float32.
 
-    The delta of experts is [E, out, in]; that of an embedding [vocab, dim], as its table.
+    The delta of experts is [E, out, in], and of an embedding [vocab, dim], as its table.
     """
     a, b = read_factors(spec, tensors)
     if spec.experts is not None:

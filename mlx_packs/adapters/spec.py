@@ -101,8 +101,8 @@ def weights_of(specs: Iterable[ModuleSpec]) -> int:
     """Return the number of weights of adapters; a fused B counts without its zeros."""
     count = 0
     for spec in specs:
-        own = sum(part.rank * (spec.in_features + part.width) for part in spec.slices)
-        count += own * (spec.experts or 1)
+        of_slices = sum(part.rank * (spec.in_features + part.width) for part in spec.slices)
+        count += of_slices * (spec.experts or 1)
         if spec.kind == "dora":
             count += spec.out_features
     return count

@@ -72,7 +72,7 @@ def render_chat(
     """Return a conversation as a tokenizer's chat template renders it.
 
     ``template_date`` is where the template's clock stands, as YYYY-MM-DD, None for the present;
-    ``options`` are those of ``apply_chat_template``. Raises PackError: the template rejects this
+    ``options`` are for ``apply_chat_template``. Raises PackError: the template rejects this
     conversation (code ``data``), is none, or takes or does what it may not (``unreadable``).
     """
     asked = bool(options.pop("add_generation_prompt", False))

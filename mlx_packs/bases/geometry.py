@@ -332,13 +332,13 @@ def _hint(name: str, names: Sequence[str]) -> str:
 
 def select_saved(model: nn.Module, modules_to_save: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Modules with weights of their own, in or outside of blocks, named as in `select_targets`."""
-    own = [(path, m) for path, m in reversed(model.named_modules()) if path and _has_weights(m)]
+    modules = [(path, m) for path, m in reversed(model.named_modules()) if path and _has_weights(m)]
     chosen: dict[str, nn.Module] = {}
     for name in modules_to_save:
-        matched = [(path, m) for path, m in own if is_named(path, name)]
+        matched = [(path, m) for path, m in modules if is_named(path, name)]
         if not matched:
             others = [path for path, _ in model.named_modules() if is_named(path, name)]
-            names = sorted({path.rpartition(".")[2] for path, _ in own})
+            names = sorted({path.rpartition(".")[2] for path, _ in modules})
             fault = "no such module."
             if others:
                 fault = f"{others[0]} has no weights of its own. Name modules inside it."
@@ -349,13 +349,13 @@ def select_saved(model: nn.Module, modules_to_save: Sequence[str]) -> list[tuple
             )
 
         chosen.update(matched)
-    return [(path, m) for path, m in own if path in chosen]
+    return [(path, m) for path, m in modules if path in chosen]
 
 
 def _has_weights(module: nn.Module) -> bool:
     """Whether a module has weights of its own, and no modules inside it."""
-    own = (value for key, value in module.items() if not key.startswith("_"))
-    return not module.children() and any(isinstance(value, mx.array) for value in own)
+    values = (value for key, value in module.items() if not key.startswith("_"))
+    return not module.children() and any(isinstance(value, mx.array) for value in values)
 
 
 def find_groups(

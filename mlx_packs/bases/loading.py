@@ -324,11 +324,11 @@ def constants_of(model: nn.Module) -> list[mx.array]:
 
     What is not computed yet belongs to the thread that made it; a server computes in another.
     """
-    kept = []
+    arrays = []
     for module in model.modules():
         private = [value for name, value in module.items() if name.startswith("_")]
-        kept += [each for each in (*private, *vars(module).values()) if isinstance(each, mx.array)]
-    return kept
+        arrays += [x for x in (*private, *vars(module).values()) if isinstance(x, mx.array)]
+    return arrays
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> list[str]:
@@ -343,12 +343,12 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> list[str]:
 
     casts = getattr(model, "cast_predicate", None)
     custom = [path for path, m in model.named_modules() if isinstance(m, CustomWeight)]
-    kept = tuple(f"{path}." for path in custom)
+    prefixes = tuple(f"{path}." for path in custom)
     names = []
 
     def converted(name: str, value: mx.array) -> mx.array:
-        own = casts is not None and not runtime.on_cpu() and not casts(name)
-        if value.dtype not in changed or own or name.startswith(kept):
+        is_apart = casts is not None and not runtime.on_cpu() and not casts(name)
+        if value.dtype not in changed or is_apart or name.startswith(prefixes):
             return value
         names.append(name)
         return value.astype(dtype)

@@ -59,7 +59,7 @@ def _read(file: Path) -> int | None:
 
 
 def _for_file(size: int) -> Any:
-    """Return what a tokenizer.json needs beyond the limits: that of Gemma 3 has 33 MB."""
+    """Return what a tokenizer.json needs beyond the limits: Gemma 3's has 33 MB."""
     return {"more_cpu_s": size / 1e7, "more_memory": 8 * size}
 
 

@@ -173,7 +173,7 @@ def encode_conversation(
     template_date: str | None = None,
     **options: Any,
 ) -> list[int]:
-    """Return the tokens of `render_conversation`; those of an image name its features."""
+    """Return the tokens of `render_conversation`; tokens of an image name its features."""
     text = render_conversation(tokenizer, messages, template_date, **options)
     if sources := image_sources(messages):
         return _prompt_with_images(tokenizer, text, sources)

@@ -126,20 +126,20 @@ def _compare(
     end: float,
     display: Display,
 ) -> list[tuple[Contest, list[StepComparison]]]:
-    """Time every shape on every base; the time that is left is shared among those to come."""
-    weights = [_TINY_SHARE if of.name == TINY else 1.0 for of in contests]
-    left = sum(weights) * len(shapes)
+    """Time every shape on every base; the remaining time is shared among the remaining ones."""
+    weights = [_TINY_SHARE if each.name == TINY else 1.0 for each in contests]
+    remaining = sum(weights) * len(shapes)
     compared = []
-    for of, weight in zip(contests, weights, strict=True):
+    for timed, weight in zip(contests, weights, strict=True):
         comparisons = []
         for shape in shapes:
-            share = max(0.0, end - monotonic()) * weight / left
-            left -= weight
-            label = f"{of.name} {shape[0]} x {shape[1]}"
-            with display.working("bench", f"{label}: mlx-lm and mlx_packs, {share:.0f} s"):
-                comparisons.append(compare_steps(of, shape, share, end))
+            share_s = max(0.0, end - monotonic()) * weight / remaining
+            remaining -= weight
+            label = f"{timed.name} {shape[0]} x {shape[1]}"
+            with display.working("bench", f"{label}: mlx-lm and mlx_packs, {share_s:.0f} s"):
+                comparisons.append(compare_steps(timed, shape, share_s, end))
             display.line("bench", f"{label}: {outcome(comparisons[-1])}")
-        compared.append((of, comparisons))
+        compared.append((timed, comparisons))
 
     return compared
 
@@ -153,7 +153,7 @@ def outcome(comparison: StepComparison) -> str:
 
 
 def _contests(settings: BenchSettings, display: Display) -> list[Contest]:
-    """Load the bases, that of the user last, and check them before anything is timed."""
+    """Load the bases, the user's last, and check them before anything is timed."""
     names = list(dict.fromkeys([TINY, settings.model]))
     contests = []
     for name in names:
@@ -186,15 +186,15 @@ def _calibrated(result: BenchResult) -> BenchResult:
 
     steps = [
         (
-            of.headers,
-            of.lora,
-            of.train(c.shape, c.choice.matmul_path),
-            of.name,
-            median(c.ours.step_s),
+            timed.headers,
+            timed.lora,
+            timed.train(each.shape, each.choice.matmul_path),
+            timed.name,
+            median(each.ours.step_s),
         )
-        for of, comparisons in result.comparisons
-        for c in comparisons
-        if c.ours is not None
+        for timed, comparisons in result.comparisons
+        for each in comparisons
+        if each.ours is not None
     ]
 
     calibrated = remember_steps(steps)

@@ -69,7 +69,7 @@ class Outcome:
     """The difference between a merged model and the base with the pack attached."""
 
     scores: dict[str, float]  # for the report
-    recorded: tuple[str, ...]  # those of the scores that the written folder records
+    recorded: tuple[str, ...]  # the scores that the written folder records
     limit: float  # largest distance that passes
     tried: dict[str, float]  # the distance of every setting that was tried
     passes: str | None  # the cheapest of them within the limit
@@ -228,8 +228,8 @@ class FidelityMeter:
 
 @contextmanager
 def replaced(model: nn.Module, modules: Modules) -> Iterator[None]:
-    own = dict(model.named_modules())
-    originals = [(path, own[path]) for path, _ in modules]
+    before = dict(model.named_modules())
+    originals = [(path, before[path]) for path, _ in modules]
     replace_modules(model, modules)
 
     try:

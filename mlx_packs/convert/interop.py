@@ -262,7 +262,7 @@ def _converted(
 
 
 def _facts(exported: dict, tensors: Tensors, labels: Sequence[str], where: Path) -> dict:
-    """Return optional parts of a manifest: those of the exported pack, and the head's classes."""
+    """Return optional parts of a manifest: the exported pack's, and the head's classes."""
     facts = {part: exported[part] for part in _PARTS if part in exported}
     head = tensors.get(SCORE_WEIGHT)
     shape = None if head is None else head.shape

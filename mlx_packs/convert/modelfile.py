@@ -186,7 +186,7 @@ class _Texts:
 
 
 def _prompts(tokenizer: Any, variables: Mapping[str, Any]) -> list[str]:
-    """Return the lines that make Ollama's prompts those of a tokenizer; none if it cannot."""
+    """Return the lines that make Ollama's prompts equal a tokenizer's; none if it cannot."""
     if not tokenizer.has_chat_template or PLAIN in str(tokenizer.chat_template):
         return ['TEMPLATE """{{ .Prompt }}"""']
 

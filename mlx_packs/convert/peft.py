@@ -141,11 +141,11 @@ class Peft:
 
     def drop_copies(self, adapter: ExternalAdapter, base: BaseModel, where: Path) -> None:
         """Drop full tensors that are the base's own: PEFT saves embeddings that it left alone."""
-        own = dict(tree_flatten(base.model.parameters()))
-        is_tied = "lm_head.weight" not in own
+        parameters = dict(tree_flatten(base.model.parameters()))
+        is_tied = "lm_head.weight" not in parameters
         for name, tensor in list(adapter.full_tensors.items()):
             is_head = name == "lm_head.weight"
-            ours = own.get(_table_of(own) if is_tied and is_head else name)
+            ours = parameters.get(_table_of(parameters) if is_tied and is_head else name)
             if ours is not None and ours.shape == tensor.shape and ours.dtype == tensor.dtype:
                 if mx.array_equal(ours, tensor).item():
                     del adapter.full_tensors[name]

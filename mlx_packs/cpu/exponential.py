@@ -103,7 +103,7 @@ def _gated_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> list[
 def swiglu(gate: mx.array, up: mx.array, elements: int, rounds: Rounds) -> mx.array:
     """Return gate * sigmoid(gate) * up, of any shape, by rows of `elements` on streams.
 
-    ``rounds`` is that of the profile.
+    ``rounds`` is the profile's.
     """
 
     @mx.custom_function

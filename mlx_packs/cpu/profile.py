@@ -51,10 +51,10 @@ class _Partial(NamedTuple):
 
     def merged(self, other: "_Partial") -> "_Partial":
         largest = mx.maximum(self.largest, other.largest)
-        own = exp2(self.largest - largest)
-        others = exp2(other.largest - largest)
-        total = self.total * own + other.total * others
-        return _Partial(largest, total, self.output * own + other.output * others)
+        factor = exp2(self.largest - largest)
+        of_other = exp2(other.largest - largest)
+        total = self.total * factor + other.total * of_other
+        return _Partial(largest, total, self.output * factor + other.output * of_other)
 
 
 def _powers(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -88,9 +88,9 @@ class StreamAttention(BlockAttention):
             partial: list[_Partial | None] = [None] * self.parts
             for at in row:
                 (group,) = self.device.rounds(enumerate(heads))
-                for stream, (n, own) in group:
+                for stream, (n, of_heads) in group:
                     with stream:
-                        part, weights = self._block_output(at, own)
+                        part, weights = self._block_output(at, of_heads)
                         if partial[n] is not None:
                             part = partial[n].merged(part)
                         partial[n] = part
@@ -104,25 +104,25 @@ class StreamAttention(BlockAttention):
                 saved += [each.largest + mx.log2(each.total) for each in partial]
 
             rows = row[0].stop - row[0].start
-            own_outputs = [
+            by_stream = [
                 (each.output * mx.reciprocal(each.total))
                 .astype(queries.dtype)
                 .reshape(len(queries), -1, rows, values.shape[-1])
                 .transpose(0, 2, 1, 3)
                 for each in partial
             ]
-            outputs.append(joined(own_outputs, axis=2))
+            outputs.append(joined(by_stream, axis=2))
         return (joined(outputs, axis=1), *saved)
 
-    def _block_output(self, at: Block, own: PerHead) -> tuple[_Partial, mx.array | None]:
+    def _block_output(self, at: Block, heads: PerHead) -> tuple[_Partial, mx.array | None]:
         """Return the output of a block, and the probabilities, if they are saved."""
-        powers, total, largest = _powers(self.scores(at, own.queries, own.keys))
-        visible = own.values[:, :, at.first : at.last]
+        powers, total, largest = _powers(self.scores(at, heads.queries, heads.keys))
+        visible = heads.values[:, :, at.first : at.last]
         if self.only:
-            saved = (powers * mx.reciprocal(total)).astype(own.queries.dtype)
+            saved = (powers * mx.reciprocal(total)).astype(heads.queries.dtype)
             return _Partial(largest, mx.ones_like(total), saved @ visible), saved
 
-        output = (powers.astype(own.queries.dtype) @ visible).astype(mx.float32)
+        output = (powers.astype(heads.queries.dtype) @ visible).astype(mx.float32)
         return _Partial(largest, total, output), None
 
     def probabilities(self, at: Block, own: PerHead, saved: Arrays, n: int) -> mx.array:

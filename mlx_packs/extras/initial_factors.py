@@ -171,7 +171,7 @@ class OLoRA(ResidualMethod):
 class LoftQ(LoRA):
     """LoRA that begins with the principal factors of W - Q, as PEFT's LoftQ of one iteration.
 
-    Further iterations would quantize another weight than that of the checkpoint, and the pack
+    Further iterations would quantize another weight than the checkpoint's, and the pack
     would be of a base of its own.
 
     LoftQ: https://arxiv.org/abs/2310.08659

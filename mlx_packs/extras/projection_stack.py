@@ -149,7 +149,7 @@ class Graph:
     """The stack of which a run's loss is computed."""
 
     base: "BaseModel"  # its model is the graph, under the base's own paths
-    lora: LoRAConfig  # of those of its modules that have adapters
+    lora: LoRAConfig  # of its modules with adapters
     preparation: Preparation
     facts: dict  # for the manifest
 

@@ -141,8 +141,8 @@ class LayerTrainer:
             raise PackError(f"{name}: is the same linear as '{other}'.", "conflict", "linear")
         self._check_nothing_waits(f"registering {name}")
 
-        own = {"rank": rank, "alpha": alpha}
-        lora = dataclasses.replace(self.lora, **{k: v for k, v in own.items() if v is not None})
+        sizes = {"rank": rank, "alpha": alpha}
+        lora = dataclasses.replace(self.lora, **{k: v for k, v in sizes.items() if v is not None})
 
         self._layers[name] = adapt(name, linear, lora, self.train.seed, self._called)
         self.updates[name] = 0

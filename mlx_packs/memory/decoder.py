@@ -336,7 +336,7 @@ def _plan_full(
         if moment == "update":
             parts["working"] = 4 * UPDATED_AT_ONCE * largest
             if 0 < OPTIMIZERS[train.optimizer].bytes_per_weight < 4:
-                # its moments are decoded to float32 first, those of all weights
+                # its moments are decoded to float32 first, all at once
                 parts["working"] = 14 * trainable
         moments[moment] = parts
 

@@ -1,6 +1,6 @@
 """Estimate the peak memory of training an encoder.
 
-The count follows a step as that of `decoder` does: all columns of a batch go forward before the
+The count follows a step as `decoder` does: all columns of a batch go forward before the
 loss, and what their backward pass needs is there then. The numbers of arrays were read off
 `mx.get_peak_memory` on a CPU (benchmarks/LOG.md).
 """

@@ -50,7 +50,7 @@ class Headers:
 
     @classmethod
     def of(cls, base: "BaseModel") -> "Headers":
-        """Return those of a loaded base, before adapters are attached."""
+        """Return the headers of a loaded base, before adapters are attached."""
         return cls(base.name, base.config, tensors_of(base.model))
 
     @property

@@ -176,7 +176,7 @@ def hybrid_sizes(config: Mapping, tensors: Tensors) -> HybridSizes:
 
 
 def _mixture(config: Mapping) -> tuple[int, ...]:
-    """Return experts, those of a token and their width; nothing for a dense base."""
+    """Return experts, how many a token uses, and their width; nothing for a dense base."""
     if not config.get("num_experts"):
         return ()
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) > 1:

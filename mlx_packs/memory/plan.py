@@ -196,7 +196,7 @@ def has_logits(train: "TrainConfig") -> bool:
 
 
 def embedding_loss(train: "TrainConfig") -> LossFacts:
-    """Return the facts of the loss of embeddings; before the rows are known, that of pairs."""
+    """Return the facts of the loss of embeddings; before the rows are known, the loss of pairs."""
     return LOSSES.get(train.loss, LOSSES["mnrl"])
 
 

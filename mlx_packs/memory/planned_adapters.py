@@ -32,7 +32,7 @@ class PlannedAdapters:
     ranks: list[dict[str, int]]
     kept: list[dict[str, int]]  # numbers per token that an adapter keeps for the backward pass
     shapes: list[tuple[int, ...]]  # of all trainable parameters
-    saved: tuple[tuple[int, ...], ...] = ()  # of these, those of modules that are saved in full
+    saved: tuple[tuple[int, ...], ...] = ()  # of these, modules that are saved in full
     head: bool = False  # whether the head is trained or has an adapter: then all logits are made
 
     def beside(self, head: tuple[int, ...]) -> "PlannedAdapters":

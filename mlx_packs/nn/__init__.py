@@ -1,1 +1,1 @@
-"""Modules that replace those of a base model while it is trained."""
+"""Modules that replace a base model's modules while it is trained."""

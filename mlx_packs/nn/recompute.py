@@ -81,8 +81,8 @@ class _Call:
         result, *of_caches = tree_unflatten([*placed, *self._others])
 
         if self._has_next:
-            for cache, arrays in zip(self._caches, of_caches, strict=True):
-                cache.set_arrays(arrays)
+            for cache, of_cache in zip(self._caches, of_caches, strict=True):
+                cache.set_arrays(of_cache)
         return result
 
 
@@ -230,7 +230,7 @@ def lockstep(
 
 
 def _after(earlier: Any, result: Any) -> Any:
-    """Return a result whose arrays are computed after those of an earlier one."""
+    """Return a result whose arrays are computed after the arrays of an earlier one."""
     arrays = [mx.stop_gradient(array) for _, array in tree_flatten(earlier)]
     if not arrays:
         return result

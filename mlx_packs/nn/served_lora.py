@@ -47,7 +47,7 @@ class Selection:
 class ServedLoRA(GroupedLoRA):
     """A projection group with the adapters of every pack that is served, in the place of ``lora``.
 
-    ``places`` are those of its adapters. All groups of a model share one ``selection``.
+    ``places`` are the places of its adapters. All groups of a model share one ``selection``.
     """
 
     def __init__(self, lora: GroupedLoRA, places: Sequence[Place], selection: Selection) -> None:
@@ -65,7 +65,7 @@ class ServedLoRA(GroupedLoRA):
         self._views: list[GroupedLoRA | None] = []
 
     def install(self, packs: Sequence[PackFactors], dtype: mx.Dtype) -> None:
-        """Replace the adapters of all slots by those of ``packs``, by slot.
+        """Replace the adapters of all slots by the adapters of ``packs``, by slot.
 
         The factors in ``packs`` become parts of the arrays that are in memory now.
         """

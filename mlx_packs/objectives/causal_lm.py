@@ -94,9 +94,9 @@ def frozen_head(module: nn.Module) -> FrozenHead | None:
 
     By the transient path, and from a `CustomWeight`, a slice is dense while it is used.
     """
-    own = bare_module(module)
-    if isinstance(own, QUANTIZED):
-        return _head(own, keeps_quantized=own is module)
+    bare = bare_module(module)
+    if isinstance(bare, QUANTIZED):
+        return _head(bare, keeps_quantized=bare is module)
     if kind_of(module) in (nn.Linear, DenseLinear, nn.Embedding, HalfLinear):
         return _head(module, keeps_quantized=False)
     return None
@@ -264,7 +264,7 @@ class Preparation:
 class CausalLM(Objective):
     """The next token of each input.
 
-    ``score`` scores batches, and ``validate`` those of a validation, by default as ``score``; an
+    ``score`` scores batches, and ``validate`` validation batches, by default as ``score``; an
     objective that only trains needs neither.
     """
 

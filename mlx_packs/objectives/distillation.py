@@ -6,7 +6,7 @@ compared on K + 1 outcomes. The K probabilities alone, scaled up to a sum of 1, 
 teacher that is too certain (https://arxiv.org/abs/2503.16870). Merging outcomes never raises a
 divergence (data processing), so it is at most that of the whole vocabulary.
 
-Divergences are those of generalized knowledge distillation (https://arxiv.org/abs/2306.13649).
+Divergences are as in generalized knowledge distillation (https://arxiv.org/abs/2306.13649).
 """
 
 import math

@@ -71,7 +71,7 @@ def ranking_loss(
     logits = similarity_scale * (anchors @ mx.concatenate(candidates).T)
 
     is_example = mx.concatenate([weights] * len(candidates)) > 0
-    positives = mx.diagonal(logits)  # those of the anchors are the first B columns
+    positives = mx.diagonal(logits)  # the anchors are the first B columns
     log_sums = mx.logsumexp(mx.where(is_example[None], logits, _HIDDEN), axis=1)
     return (weights * (log_sums - positives)).sum()
 
@@ -180,7 +180,7 @@ class EmbeddingObjective(Objective):
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Sum of the loss over the examples, and the number of those that are not padding.
 
-        Where the loss compares examples, those of all ranks are compared.
+        A loss that compares examples compares the examples of all ranks.
         """
         ranks = group() if self.compares_examples else ALONE
         total, count = self._loss(ranks, inputs)
@@ -210,7 +210,7 @@ class EmbeddingObjective(Objective):
         return total / sum(batch.targets for batch in batches)
 
     def score(self, data: Dataset, advance: Callable[[], None] | None = None) -> Score:
-        """Score all examples; the loss is that of the first batch, which shows an overflow."""
+        """Score all examples; the loss is the first batch's, which shows an overflow."""
         score = self._score(self, [next(data.batches())], data.examples)
         if advance is not None:
             for _ in range(data.batches_per_epoch()):

@@ -141,8 +141,8 @@ class GRPO(Objective):
         rewards = np.concatenate(self._rewards)
         self._rewards = []
 
-        groups = [own[~np.isnan(own)] for own in rewards]
-        spreads = [own.std() for own in groups if len(own)]
+        groups = [of_prompt[~np.isnan(of_prompt)] for of_prompt in rewards]
+        spreads = [group.std() for group in groups if len(group)]
 
         if not spreads:
             return {}

@@ -46,7 +46,7 @@ class Completions:
 
     @property
     def ratios(self) -> mx.array:
-        """Log-probabilities less those of the reference, [P, 2]."""
+        """Log-probabilities less the reference's, [P, 2]."""
         return self.log_probs - self.reference
 
     @property
@@ -97,7 +97,7 @@ def orpo_loss(completions: Completions, train: TrainConfig) -> mx.array:
     """The cross-entropy of what is chosen, and the odds of it against what is rejected.
 
     Semantics: NLL of the chosen targets - beta * log sigmoid(log odds ratio). The cross-entropy is
-    that of the completion, as in the paper; TRL adds the prompt's.
+    the completion's, as in the paper; TRL adds the prompt's.
     """
     means = completions.means
     odds = means - mx.log(mx.maximum(-mx.expm1(means), _LEAST))
@@ -164,7 +164,7 @@ class PreferenceLoss:
         losses: Returns the loss of each row, [P], with the settings of a run.
         prefers: The attribute of `Completions`, [P, 2], that times beta is how much the model
             prefers each completion.
-        has_reference: Whether the log-probabilities are compared with those of a reference.
+        has_reference: Whether the log-probabilities are compared with a reference's.
         compares_examples: Whether the loss of a row depends on other rows of its batch.
     """
 
@@ -194,7 +194,7 @@ def completion_sums(
 ) -> tuple[mx.array, mx.array]:
     """Return log-probability and number of the targets of each completion, [P, 2] each.
 
-    ``inputs`` are those of a batch of preferences (data/preferences.py).
+    ``inputs`` are the arrays of a batch of preferences (data/preferences.py).
     """
     loss, _ = target_loss(model, head, inputs, layout)
 
@@ -252,7 +252,7 @@ class PreferenceObjective(ScoredObjective):
     def loss(self, inputs: Inputs, layout: Layout = ()) -> tuple[mx.array, mx.array]:
         """Return the sum of the losses of the rows, and how many rows there are.
 
-        Where the loss compares rows, those of all ranks are compared.
+        A loss that compares rows compares the rows of all ranks.
         """
         completions = self._completions(inputs, layout)
         if not self.compares_examples:

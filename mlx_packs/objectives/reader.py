@@ -124,7 +124,7 @@ def rerank(
 ) -> np.ndarray:
     """Return how likely each document answers a query, float32 [N] in 0 to 1.
 
-    ``head`` is that of the pack on the base; None reads its logits of yes and no.
+    ``head`` is the head of the pack on the base; None reads its logits of yes and no.
     """
     if isinstance(documents, str) or not len(documents):
         raise PackError("rerank: documents must be a list of texts, with something in it.")

@@ -111,7 +111,7 @@ class Reference:
         self._forward = compiled(model, sums)
 
     def begin(self, fresh: bool) -> None:
-        """Take the model that began the phase; the argument is that of `PhaseReference.begin`."""
+        """Take the model that began the phase; the argument is as in `PhaseReference.begin`."""
         self._known.clear()
         self._places.clear()
         self._initial.begin(fresh)

@@ -101,7 +101,7 @@ class StoredScore(Score):
     def of(cls, stored: Mapping, entry: str | None = None) -> "StoredScore | None":
         """Return the score in a line of metrics.jsonl or a checkpoint's state; None without one.
 
-        It is that of ``entry``, or the loss or reward.
+        It is ``entry``'s, or the loss or reward.
         """
         if entry is not None:
             value = stored.get(entry)

@@ -42,7 +42,7 @@ class BlocksOnDisk:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, int, int]]) -> "BlocksOnDisk":
-        """Return those of a base, given the name of each tensor, its bytes in memory and stored."""
+        """Return a base's sizes, given the name of each tensor, its bytes in memory and stored."""
         memory: dict[int, int] = {}
         stored: dict[int, int] = {}
         tables: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Embeddings and heads in files: those of the checkpoint, and pieces of a head."""
+"""Embeddings and heads in files: the checkpoint's, and pieces of a head."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -240,7 +240,7 @@ class Kernel:
     what differs. Every launch consists of complete groups of ``threads`` threads.
 
     Attributes:
-        includes: Other ops whose text precedes that of this op.
+        includes: Other ops whose text precedes the text of this op.
     """
 
     op: str
@@ -311,7 +311,7 @@ def _built(backend: str, kernel: Kernel) -> Callable[..., list[mx.array]]:
 def with_plain_gradient(
     kernel: Callable[..., Sequence[mx.array]], plain: Callable[..., Sequence[mx.array]]
 ) -> Callable[..., Sequence[mx.array]]:
-    """Return a kernel as an op whose gradient is that of plain MLX; both take the same arrays."""
+    """Return a kernel as an op with the gradient of plain MLX; both take the same arrays."""
     op = mx.custom_function(kernel)
 
     @op.vjp

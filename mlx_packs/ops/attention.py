@@ -51,7 +51,7 @@ class Seen(NamedTuple):
         return self.block(Block(0, length, 0, length), 0)
 
     def blocks(self, length: int, keys_length: int, rows: int, width: int) -> list[list[Block]]:
-        """Return blocks of some queries and keys at most, those of the same queries together."""
+        """Return blocks of some queries and keys at most, in a list for the same queries."""
         firsts = _first_keys(self.segments) if self.segments is not None else None
 
         blocks = []
@@ -182,7 +182,7 @@ class BlockAttention:
         return dtype
 
     def scores(self, at: Block, queries: mx.array, keys: mx.array) -> mx.array:
-        """Return the scores of a block, [B, KV, H / KV * n, keys], those of hidden keys finite."""
+        """Return the scores of a block, [B, KV, H / KV * n, keys]; hidden keys have finite ones."""
         dtype = self.score_dtype(queries.dtype)
         mask = self.seen.block(at, keys.shape[2] - queries.shape[2])
 
@@ -207,7 +207,7 @@ class BlockAttention:
         return [PerHead(*own) for own in zip(*split, strict=True)]
 
     def _backward(self, primals: Arrays, d_output: mx.array, outputs: Arrays) -> Arrays:
-        # sum over keys of p * dp, a number a query, equals that of output * d_output
+        # sum over keys of p * dp, a number a query, equals the sum of output * d_output
         shared = (d_output * outputs[0]).sum(axis=-1, keepdims=True).transpose(0, 2, 1, 3)
         heads = self.by_stream(*primals, d_output.transpose(0, 2, 1, 3), shared)
         d_queries = []

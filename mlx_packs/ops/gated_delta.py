@@ -186,7 +186,7 @@ def _chunked(
 ) -> list[mx.array]:
     """Return outputs and the last state of a segment of any length, from products of chunks.
 
-    Arrays are [chunks, B, Hk, Hv / Hk, tokens of a chunk, width]: those of a chunk are contiguous.
+    Arrays are [chunks, B, Hk, Hv / Hk, tokens of a chunk, width]: a chunk is contiguous.
     """
     batch, length, key_heads, _ = q.shape
     dtype = q.dtype

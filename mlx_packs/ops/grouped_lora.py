@@ -142,7 +142,7 @@ def stacks(rows: int, ranks: Sequence[int]) -> bool:
 
 
 def factor_dtype(dtype: mx.Dtype, factors: Arrays) -> mx.Dtype:
-    """Return the dtype in which kernels read factors: that of the activations, else float32."""
+    """Return the dtype in which kernels read factors: the activations' dtype, else float32."""
     if all(v.dtype == dtype for v in factors):
         return dtype
     return mx.float32

@@ -94,8 +94,8 @@ class _RunningSums(NamedTuple):
         """Return the state over the slices of both; of two largest logits the first is the best."""
         largest = mx.maximum(self.largest, other.largest)
         exp = profile().exp
-        own = exp(self.largest - largest)
-        others = exp(other.largest - largest)
+        factor = exp(self.largest - largest)
+        of_other = exp(other.largest - largest)
 
         better = (other.largest > self.largest)[:, 0]
         tied = (other.largest == self.largest)[:, 0]
@@ -103,11 +103,11 @@ class _RunningSums(NamedTuple):
 
         return _RunningSums(
             largest,
-            self.total * own + other.total * others,
+            self.total * factor + other.total * of_other,
             self.logit_sum + other.logit_sum,
             self.picked + other.picked,
             mx.where(better, other.best, first),
-            self.expected * own + other.expected * others,
+            self.expected * factor + other.expected * of_other,
             self.row_sum + other.row_sum,
         )
 
@@ -147,11 +147,11 @@ def linear_cross_entropy(
             for number, (stream, start) in enumerate(group):
                 with stream:
                     part = head.part(start, min(start + step, head.vocab_size))
-                    own = _of_slice(h, targets, part, start, gradient, smooth)
+                    sums = _of_slice(h, targets, part, start, gradient, smooth)
                     if number < len(by_stream):
-                        by_stream[number] = by_stream[number].merged(own)
+                        by_stream[number] = by_stream[number].merged(sums)
                     else:
-                        by_stream.append(own)
+                        by_stream.append(sums)
 
         seen = functools.reduce(_RunningSums.merged, by_stream)
         lse = (mx.log(seen.total) + seen.largest)[:, 0]
@@ -209,16 +209,16 @@ def linear_logits(hidden: mx.array, tokens: mx.array, head: FrozenHead) -> mx.ar
     step = max(1, GATHERED_BYTES // (4 * width * chosen))
 
     def gathered(start: int) -> mx.array:
-        own = tokens[start : start + step]
-        return head.rows(own.reshape(-1)).astype(mx.float32).reshape(*own.shape, width)
+        part = tokens[start : start + step]
+        return head.rows(part.reshape(-1)).astype(mx.float32).reshape(*part.shape, width)
 
     def forward(h: mx.array) -> mx.array:
         parts: list[mx.array] = []
         for start in range(0, count, step):
-            own = h[start : start + step].astype(mx.float32)
+            states = h[start : start + step].astype(mx.float32)
             if parts:  # one after the other, so that only one is in memory
-                own = mx.depends(own, parts[-1:])
-            parts.append((gathered(start) @ own[..., None])[..., 0])
+                states = mx.depends(states, parts[-1:])
+            parts.append((gathered(start) @ states[..., None])[..., 0])
 
         logits = mx.concatenate(parts).astype(h.dtype)
         if head.bias is not None:
@@ -231,10 +231,10 @@ def linear_logits(hidden: mx.array, tokens: mx.array, head: FrozenHead) -> mx.ar
     def logits_vjp(primal: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
         parts: list[mx.array] = []
         for start in range(0, count, step):
-            own = cotangent[start : start + step]
+            part = cotangent[start : start + step]
             if parts:
-                own = mx.depends(own, parts[-1:])
-            parts.append((own[:, None] @ gathered(start))[:, 0])
+                part = mx.depends(part, parts[-1:])
+            parts.append((part[:, None] @ gathered(start))[:, 0])
         return mx.concatenate(parts).astype(primal.dtype)
 
     return logits_of(hidden)

@@ -118,7 +118,7 @@ def _kind(value: mx.array | None) -> str:
 def quantize(w: mx.array, block_size: int = 64, double_quant: bool = True) -> NF4Weight:
     """Quantize a weight [O, D] of any float dtype; D must be even.
 
-    The result is bit-identical to that of bitsandbytes on an x86-64 CPU with one thread; with more
+    The result is bit-identical to bitsandbytes' on an x86-64 CPU with one thread; with more
     threads only its sum behind ``offset`` differs, from 32768 blocks on.
     """
     outputs, depth = w.shape

@@ -180,7 +180,7 @@ def name_alone(path: object) -> str:
 
 
 def points(pairs: object) -> Points:
-    """Return those of a list of pairs that are two finite numbers, by batch."""
+    """Return the pairs of a list that are two finite numbers, by batch."""
     if not isinstance(pairs, (list, tuple)):
         return []
 

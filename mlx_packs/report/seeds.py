@@ -74,7 +74,7 @@ def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
 def statistics(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return ``mean`` and ``standard_error`` of every number that all reports have, by its name.
 
-    Names of numbers in other mappings are joined by dots. The standard error is that of the mean
+    Names of numbers in other mappings are joined by dots. The standard error is of the mean
     of independent runs: the sample standard deviation by the root of their number.
     """
     numbers = [numbers_of(report) for report in reports]

@@ -94,7 +94,7 @@ class Sandbox:
                     process.stdin.write(content)
                     process.stdin.flush()
                 reply = _reply(process, cpu_s, memory_bytes)
-            except BaseException:  # Ctrl-C too: its reply must not be that of the next call
+            except BaseException:  # Ctrl-C too: the next call must not get its reply
                 self.end()
                 raise
 

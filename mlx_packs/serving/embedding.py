@@ -1,4 +1,4 @@
-"""Embeddings of texts and scores of documents, those of different packs in one batch."""
+"""Embeddings of texts and scores of documents, with different packs in one batch."""
 
 import itertools
 import time
@@ -146,7 +146,7 @@ def rows_within(lengths: Sequence[int], most: int) -> int:
 class Reranker(EmbeddingWorker):
     """Computes scores of documents with their queries, [N] in place of vectors.
 
-    A pack with a head of its own has its scorer, and all others that of the LM head.
+    A pack with a head of its own is scored by it, and all others by the LM head.
     """
 
     route = "/v1/rerank"

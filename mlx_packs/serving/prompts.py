@@ -61,7 +61,7 @@ class RequestPrompts:
     ) -> list[int]:
         """Return the tokens of a conversation; a PackError if the template cannot render it.
 
-        ``images`` are those of `read_images`. The ``opening`` of JSON in the ``layout``
+        ``images`` are from `read_images`. The ``opening`` of JSON in the ``layout``
         of a pack ends the prompt of an answer that is JSON. ``tokenizer`` is the model's.
         """
         tokenizer = tokenizer or self._base.tokenizer

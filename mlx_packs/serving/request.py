@@ -60,7 +60,7 @@ Processor = Callable[[mx.array, mx.array], mx.array]  # tokens so far, logits [1
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of one kind; that of a tool call is the whole call, as the model wrote it."""
+    """Text of one kind; a tool call's is the whole call, as the model wrote it."""
 
     kind: Kind
     text: str

@@ -87,11 +87,11 @@ def bound_objectives(
 
     with ExitStack() as closes:
         for task in prepared.tasks.values():
-            own = [data for data in prepared.data if data.task is task]
-            bound = task.bind(Binding(trainable, own, references, prepared.memory))
+            of_task = [data for data in prepared.data if data.task is task]
+            bound = task.bind(Binding(trainable, of_task, references, prepared.memory))
             for objective in dict.fromkeys(bound):
                 closes.callback(objective.close)
-            objectives |= {d.phase.name: each for d, each in zip(own, bound, strict=True)}
+            objectives |= {d.phase.name: o for d, o in zip(of_task, bound, strict=True)}
 
         if run.train.neftune_noise_alpha:
             add_noise(trainable, run.train.neftune_noise_alpha)

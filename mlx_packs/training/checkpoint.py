@@ -113,7 +113,7 @@ def load_checkpoint(
         arrays = {name: a for name, a in arrays.items() if not name.startswith(f"{KEY}.")}
     arrays = _with_current_names(arrays, optimizer)
     expected = {name: a.shape for name, a in tree_flatten(optimizer.state)} | {"random": (2,)}
-    if group().batch_shares < group().size:  # those of all ranks of a pipeline
+    if group().batch_shares < group().size:  # a pipeline's file has the arrays of all ranks
         arrays = {name: a for name, a in arrays.items() if name in expected}
 
     file = folder / OPTIMIZER

@@ -98,8 +98,8 @@ class Fit:
         """What is measured, once the run is over."""
         sources = self.prepared.sources
         phases = self.run.phases
-        own = (self.curve, self.scores, self.origin)
-        return Trained(self.trainable, self.data, sources, phases, *own)
+        results = (self.curve, self.scores, self.origin)
+        return Trained(self.trainable, self.data, sources, phases, *results)
 
     def train(self) -> None:
         """Train every phase that is not over, and score the result on the held-out examples."""
@@ -152,6 +152,7 @@ class Fit:
         if state.computed_tokens:  # all batches of the run are counted
             per_s = state.computed_tokens / state.train_s
             computed = {"computed_tokens": state.computed_tokens, COMPUTED_PER_S: per_s}
+
         self.measured = {
             "train_s": state.train_s,
             f"{self.unit}_per_s": state.trained_tokens / state.train_s,
@@ -293,10 +294,11 @@ class Fit:
             self.on_nan.policy == "skip",
             getattr(mx, phase.train.exchange_dtype),
         )
-        if (own := objective.make_stepper(*arguments)) is not None:
-            return own, objective
 
-        return Stepper(self.trainable.model, objective.loss, *arguments), objective
+        stepper = objective.make_stepper(*arguments)
+        if stepper is None:
+            stepper = Stepper(self.trainable.model, objective.loss, *arguments)
+        return stepper, objective
 
     def _early_stop_of(self, phase: RunPhase) -> EarlyStop | None:
         """Return what ends a run without phases early; phases are trained in full."""

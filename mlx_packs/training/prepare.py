@@ -159,7 +159,7 @@ class InitialAdapters:
 
     @classmethod
     def find(cls, start: str) -> "InitialAdapters":
-        """Return the adapters that a setting names: a file, or those of a verified pack."""
+        """Return the adapters that a setting names: in a file, or in a verified pack."""
         path = Path(start).expanduser()
         is_name = is_hub_name(start) and path.suffix != ".safetensors"
         if not path.is_dir() and not is_name and not path.is_file():
@@ -301,13 +301,14 @@ def prepare(request: Request, settings: RunSettings, place: Place) -> PreparedRu
 def _encode(
     tasks: Mapping[str, Task], base: Base, settings: RunSettings, splits: Sequence[Splits]
 ) -> list[PhaseData]:
-    read = {phase.name: own for phase, own in zip(settings.phases, splits, strict=True)}
+    names = [phase.name for phase in settings.phases]
+    by_phase = dict(zip(names, splits, strict=True))
     encoded: dict[str, PhaseData] = {}
     for name, task in tasks.items():
-        own = [phase for phase in settings.phases if phase.train.task == name]
-        data = task.encode(base, own, [read[phase.name] for phase in own])
+        phases = [phase for phase in settings.phases if phase.train.task == name]
+        data = task.encode(base, phases, [by_phase[phase.name] for phase in phases])
         encoded |= {each.phase.name: each for each in data}
-    return [encoded[phase.name] for phase in settings.phases]
+    return [encoded[name] for name in names]
 
 
 def _open_base(

@@ -125,7 +125,7 @@ class TrainRun:
 
 
 def _draw(axes: "Axes", curve: Mapping[str, Points], loss_label: str) -> None:
-    """Draw the losses or rewards of a run over batches; ``loss_label`` is that of losses."""
+    """Draw the losses or rewards of a run over batches; ``loss_label`` names losses."""
     names = progress_series(curve)
     measure = names[0]
     labels = (f"training {measure}", f"validation {measure}")

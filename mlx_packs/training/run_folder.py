@@ -154,7 +154,7 @@ class RunFolder:
             file.unlink()
 
     def is_run(self) -> bool:
-        """Return whether the folder is that of a run, or empty."""
+        """Return whether the folder is a run's, or empty."""
         if not self.path.is_dir():
             return False
         if not any(self.path.iterdir()):

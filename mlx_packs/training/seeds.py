@@ -277,7 +277,7 @@ def report_lines(result: SeedRuns) -> list[str]:
 
     for seed, run in result.runs.items():
         task = task_class(run.report["task"], TrainConfig())
-        own = next(line for line in task.report_lines(run.report) if line.startswith("done"))
-        lines.append(f"seed-{seed:<3}{own.removeprefix('done').lstrip()}")
+        done = next(line for line in task.report_lines(run.report) if line.startswith("done"))
+        lines.append(f"seed-{seed:<3}{done.removeprefix('done').lstrip()}")
     lines.append(f"packs   {result.folder} · every number: {result.folder / SUMMARY}")
     return lines

@@ -86,7 +86,7 @@ def recipe_of(
     columns: DataConfig | None,
     **options: Any,
 ) -> Recipe:
-    """Return the recipe of the arguments of `train_pack`; ``options`` are those of `RunOptions`."""
+    """Return the recipe of the arguments of `train_pack`; ``options`` are `RunOptions`."""
     name = base.name if isinstance(base, Base) else str(base)
 
     recipe = from_configs(lora, train, {"model": name, **options})
@@ -160,29 +160,28 @@ def with_batches(
         _note_patience(settings.train, display)
         return settings, list(data)
 
-    each = data[-1].train.batches_per_epoch()
-    batches = max(1, round(epochs * each))
-    own = {"epochs": None, "iters": batches}
+    per_epoch = data[-1].train.batches_per_epoch()
+    batches = max(1, round(epochs * per_epoch))
+    changes = {"epochs": None, "iters": batches}
     if settings.train.picks_best:
-        own["steps_per_eval"] = _steps_per_eval(settings.train, batches, each)
+        changes["steps_per_eval"] = _steps_per_eval(settings.train, batches, per_epoch)
 
-    settings = settings.with_settings(own, {})
+    settings = settings.with_settings(changes, {})
     _note_patience(settings.train, display)
     updates = updates_of(settings.train)
-    display.line(
-        "epochs", f"{epochs:g} of {each:,} batches: {batches:,} batches, {updates:,} updates"
-    )
-    phases = zip(data, settings.phases, strict=True)
-    return settings, [replace(own, phase=phase) for own, phase in phases]
+    text = f"{epochs:g} of {per_epoch:,} batches: {batches:,} batches, {updates:,} updates"
+    display.line("epochs", text)
+    pairs = zip(data, settings.phases, strict=True)
+    return settings, [replace(of_phase, phase=phase) for of_phase, phase in pairs]
 
 
-def _steps_per_eval(train: TrainConfig, batches: int, each: int) -> int:
+def _steps_per_eval(train: TrainConfig, batches: int, per_epoch: int) -> int:
     """Return the batches between validations of a run of epochs, which may be few and short.
 
-    Each epoch of ``each`` batches is validated, and by default so often that patience can end the
-    run after a third of it.
+    Each epoch is validated, and by default so often that patience can end the run after a third
+    of it.
     """
-    steps = min(train.steps_per_eval, each)
+    steps = min(train.steps_per_eval, per_epoch)
     if train.patience and not train.changed(["steps_per_eval"]):
         steps = min(steps, max(1, batches // (3 * train.patience)))
     return steps

@@ -190,13 +190,13 @@ def _update_and_scale(
     scale = _next_scale(optimizer.state[KEY], finite, mx.isfinite(count))
     stopped = scale["scale"] == 0
 
-    own = model.trainable_parameters()
+    parameters = model.trainable_parameters()
     before = dict(tree_flatten(optimizer.state))
     with _lasting_moments(optimizer, finite) as moments_last:
         updated = optimizer.apply_gradients(
             tree_map(lambda g: mx.where(finite, g, 0), grads), model
         )
-    model.update(tree_map(lambda new, old: mx.where(finite, new, old), updated, own))
+    model.update(tree_map(lambda new, old: mx.where(finite, new, old), updated, parameters))
 
     def kept(name: str, new: mx.array) -> mx.array:
         if "." not in name:  # schedules count skipped updates too, as they count batches

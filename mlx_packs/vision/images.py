@@ -43,8 +43,8 @@ class Image:
     pixels: int  # the limit that it was read with, as `Images.max_pixels`
     text: str
     count: int  # features
-    start: int  # the number of its first feature among those of all images of the process
-    shifts: np.ndarray | None  # as those of `Features`
+    start: int  # the number of its first feature among all features of the process
+    shifts: np.ndarray | None  # as in `Features`
     features: Features | None = None  # None if they are on disk
 
     @property
@@ -70,7 +70,7 @@ class _Table:
 
     def __init__(self) -> None:
         self._images: WeakValueDictionary[int, Image] = WeakValueDictionary()  # in order
-        self._starts: list[int] = []  # in order; those of images that are gone among them
+        self._starts: list[int] = []  # in order; images that are gone included
         self._lock = threading.Lock()
         self._end = 0
 

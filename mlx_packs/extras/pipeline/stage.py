@@ -101,7 +101,7 @@ class Stages(Group):
         return self.sum(array if self.is_last else mx.zeros_like(array))
 
     def norm(self, norm: mx.array) -> mx.array:
-        """Return the L2 norm of what all ranks have, given that of the own part."""
+        """Return the L2 norm of what all ranks have, given the norm of this rank's part."""
         return mx.sqrt(self.sum(norm.square()))
 
     def union(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:

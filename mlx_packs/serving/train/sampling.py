@@ -183,7 +183,7 @@ class Samplers:
 
 
 def _output(sequences: Sequence[Choice], logprobs: np.ndarray | None) -> bytes:
-    """Return a SampleResponse; ``logprobs`` are those of the prompt's tokens, if asked for."""
+    """Return a SampleResponse; ``logprobs`` are of the prompt's tokens, if asked for."""
     message = MESSAGES.SampleResponse()
     for choice in sequences:
         reason = _STOPPED if choice.reason == "stop" else _TOO_LONG

@@ -301,7 +301,7 @@ class TrainingService:
         key: tuple[str, object] | None = None,
         samples: int = 0,
     ) -> Response:
-        """Begin a request and return its id, or that of the same request sent before.
+        """Begin a request and return its id, or the id of the same request sent before.
 
         ``key`` has whose request it is and its number there, from 1; 0 and None are no number.
         """

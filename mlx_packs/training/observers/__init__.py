@@ -76,7 +76,7 @@ OBSERVERS: dict[str, str | Callable[[ObservedRun], Observer | None]] = {
 
 
 def make_observers(observed: ObservedRun) -> list[Observer]:
-    """Return the observers that follow a run, those of its caller last."""
+    """Return the observers that follow a run, its caller's last."""
     observers = []
     for make in OBSERVERS.values():
         if isinstance(make, str):
