@@ -277,5 +277,5 @@ def attends_by_spans(model: nn.Module) -> bool:
     """
     attentions = _attentions(model)
     return bool(attentions) and all(
-        has_fused_gradient(mx.bfloat16, attention.rope.dims, "causal") for attention in attentions
+        has_fused_gradient(mx.bfloat16, round(each.scale**-2), "causal") for each in attentions
     )

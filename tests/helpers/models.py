@@ -15,6 +15,7 @@ from mlx_packs.runtime import mx
 SMALL_FAMILIES = {
     "qwen3": {},
     "llama": {},
+    "smollm3": {"no_rope_layers": [1, 0]},  # a block without positions
     "gpt2": {},  # learned positions
     "gpt_bigcode": {
         **{"n_embd": 64, "n_layer": 2, "n_inner": 96, "n_head": 4, "n_positions": 128},

@@ -1,14 +1,17 @@
 """Estimates: counts by hand and against real geometries, directions, measured peaks."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime
 from mlx_packs.adapters.attach import attach
+from mlx_packs.bases.families import FAMILIES
 from mlx_packs.data.dataset import Tree
 from mlx_packs.data.encoding import Example
 from mlx_packs.data.shapes import TreeShape
@@ -17,9 +20,10 @@ from mlx_packs.memory.estimate import estimate, remedies
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.plan import ERROR, verdict
 from mlx_packs.memory.read import read_headers
+from mlx_packs.nn.surgery import ATTENTION, MLP, block_kind
 from tests.helpers.errors import raises
 from tests.helpers.headers import REAL, dense_headers
-from tests.helpers.models import base_of
+from tests.helpers.models import base_of, model_of
 from tests.helpers.steps import make_batch
 from tests.memory.measured import peak_of_step
 
@@ -175,3 +179,10 @@ def test_probabilities_are_kept_on_cpus_alone():
     assert activations(128) > 2.05 * activations(64)
     with runtime.assumed_device("gpu"):
         assert activations(128) == pytest.approx(2 * activations(64))
+
+
+@pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.plan == "dense"])
+def test_blocks_of_a_family_with_a_plan_are_grouped(name):
+    model, _ = model_of(MODEL_REMAPPING.get(name, name))
+    kinds = Counter(map(block_kind, model.modules()))
+    assert kinds[ATTENTION] == kinds[MLP] == len(model.layers)

@@ -39,6 +39,8 @@ from tests.helpers.variants import slow_except
         *slow_except([("packed", "gemma3_text", "block")]),
         *(("aligned", "qwen3", policy) for policy in ("none", "selective", "block")),
         ("aligned", "llama", "block"),
+        ("packed", "smollm3", "none"),
+        ("aligned", "smollm3", "none"),
         ("aligned", "gemma3_text", "none"),
     ],
 )
