@@ -44,6 +44,8 @@ def test_security_counts_the_kinds_of_input_that_are_fuzzed():
 def test_methods_and_kernels_are_named():
     for page in ("docs/methods.md", "docs/formats.md"):
         assert not [name for name in choices.METHODS if f"`{name}`" not in text(page)], page
+    methods = text("docs/methods.md")
+    assert not [name for name in choices.OPTIMIZERS if f"`{name}`" not in methods]
     folders = {path.parent.name for path in (ROOT / "kernels").glob("*/*.metal")}
     for page in ("kernels/README.md", "docs/kernels.md", "CHANGELOG.md"):
         assert not [name for name in folders if name not in text(page)], page

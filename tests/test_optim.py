@@ -2,11 +2,15 @@
 
 import inspect
 import math
+import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from mlx_packs.config.choices import OPTIMIZERS, OptimizerFacts
+from mlx_packs.config.fields import facts_of
+from mlx_packs.config.optimizer import OptimizerConfig
 from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.memory.planned_adapters import optimizer_bytes
@@ -240,6 +244,18 @@ def test_facts_of_an_optimizer_are_the_defaults_of_its_class(name):
     assert list(facts.betas) == (parameters["betas"].default if "betas" in parameters else [])
     decay = parameters["weight_decay"].default if "weight_decay" in parameters else None
     assert facts.weight_decay == decay
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_help_names_an_optimizer_whose_defaults_are_not_the_usual_ones(name):
+    helps = {f.name: str(facts_of(f).shown_default) for f in fields(OptimizerConfig)}
+    usual = OPTIMIZERS[OptimizerConfig.optimizer].betas
+    is_named = {key: name in re.findall(r"\w+", helps[key]) for key in ("weight_decay", "betas")}
+    facts = OPTIMIZERS[name]
+    assert is_named == {
+        "weight_decay": bool(facts.weight_decay),
+        "betas": facts.betas not in ((), usual),
+    }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

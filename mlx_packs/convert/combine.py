@@ -221,7 +221,7 @@ class _Combination:
         self.facts: dict = {"method": method}
         if rank:
             self.facts["rank"] = rank
-        if method in ("ties", "dare"):
+        if METHODS[method] is not linear:
             self.facts |= {"density": density, "seed": seed}
         self.facts["packs"] = [
             {
@@ -294,7 +294,7 @@ def _check_settings(
     if method != "linear" and (rank is None or rank < 1):
         raise PackError(f"--method {method}: needs --rank R of 1 or more.", "conflict", "rank")
 
-    if density is not None and method not in ("ties", "dare"):
+    if density is not None and METHODS[method] is linear:
         raise PackError(f"--density: not with --method {method}.", "conflict")
     if density is not None and not 0 < density <= 1:
         raise PackError(f"--density must be above 0 and at most 1, but is {density}.")

@@ -122,9 +122,7 @@ class Server:
     async def complete(self, request: Request, body: CompletionBody) -> Response:
         generator = self._worker(TextWorker, "/v1/completions")
         generator.registry.check_model(body.model)
-
         deadline = self._deadline()
-
         work = self._in_thread(lambda: self._prompts.of_texts(body))
         prompts = await self._until(deadline, request, work)
         each = [prompt for prompt in prompts for _ in range(body.n)]
@@ -457,6 +455,14 @@ def make_app(server: Server) -> Starlette:
         return failure(504, "The request took too long.")
 
     feedback = server.learning.rate if server.learning is not None else rejected
+    # POST requests that change nothing, so that they need no token.
+    computing: dict[str, Handler] = {
+        "/v1/chat/completions": server.chat,
+        "/v1/completions": server.complete,
+        "/v1/embeddings": server.embed,
+        "/v1/classify": server.classify,
+        "/v1/rerank": server.rerank,
+    }
     handlers: dict[tuple[str, str], Handler] = {
         ("GET", "/"): server.page,
         ("GET", "/health"): server.health,
@@ -464,14 +470,10 @@ def make_app(server: Server) -> Starlette:
         ("GET", "/v1/models/{name:path}"): server.model,
         ("GET", "/v1/packs"): server.packs,
         ("POST", "/v1/packs"): server.add_pack,
-        ("POST", "/v1/chat/completions"): server.chat,
-        ("POST", "/v1/completions"): server.complete,
-        ("POST", "/v1/embeddings"): server.embed,
-        ("POST", "/v1/classify"): server.classify,
-        ("POST", "/v1/rerank"): server.rerank,
         ("POST", "/v1/feedback"): feedback,
         ("DELETE", "/v1/packs/{name:path}"): server.remove_pack,
     }
+    handlers |= {("POST", path): handler for path, handler in computing.items()}
     post = [path for method, path in handlers if method == "POST"]
     if server.training is not None:
         handlers |= server.training.routes()
@@ -488,5 +490,5 @@ def make_app(server: Server) -> Starlette:
     }
 
     app = Starlette(routes=routes, exception_handlers=on, lifespan=lifespan)
-    app.add_middleware(AccessGuard, settings=server.settings)
+    app.add_middleware(AccessGuard, settings=server.settings, computing=tuple(computing))
     return app

@@ -5,7 +5,7 @@ import hmac
 import ipaddress
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar, get_type_hints
@@ -48,10 +48,7 @@ _KINDS = {
 # The folders of an absolute path in a message, which are no business of clients; routes stay.
 _FOLDERS = re.compile(r"(?<![^\s'\"(])/(?!v1/)(?:[^/\s:'\"]+/)+")
 _OPEN = ("/", "/health")  # without a key
-# What a token is not asked for: requests that only read, and those that only compute.
-_READ = ("GET", "HEAD", "OPTIONS")
-_COMPUTED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
-_COMPUTED += ("/v1/classify",)
+_READ = ("GET", "HEAD", "OPTIONS")  # without the token, as the paths that only compute
 _BODY_SECONDS = 60.0
 BODY_BYTES = 10_000_000
 _RETRY_SECONDS = "5"
@@ -84,11 +81,12 @@ class ServerSettings:
 
 
 class AccessGuard:
-    """Lets a request through if it names this server and has the key."""
+    """Lets a request through if it names this server and has the key or token that it needs."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, computing: Sequence[str]) -> None:
         self._app = app
         self._settings = settings
+        self._computing = computing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         rejection = None
@@ -128,7 +126,7 @@ class AccessGuard:
             key = "" if path in _OPEN else self._settings.api_key
             return key, "The API key is missing or wrong. Send it as a bearer token."
 
-        if method in _READ or path in _COMPUTED:
+        if method in _READ or path in self._computing:
             return "", ""
         return self._settings.token, (
             "This request changes the server, which needs the token that packs serve printed at "

@@ -8,7 +8,8 @@ import pytest
 
 from mlx_packs import Pack, load_base
 from mlx_packs.adapters.lora import delta_of
-from mlx_packs.convert.combine import combine_packs, dare, linear, ties
+from mlx_packs.cli.convert import combine
+from mlx_packs.convert.combine import METHODS, combine_packs, dare, linear, ties
 from mlx_packs.runtime import mx
 from tests.helpers.checkpoints import write_checkpoint, write_quantized
 from tests.helpers.errors import raises
@@ -160,3 +161,8 @@ def test_combine_rejects_bad_requests(two_packs, tmp_path, weights, options, cod
     with raises(code, flag):
         combine_packs(weighted, tmp_path / "x", base=base, **options)
     assert not (tmp_path / "x").exists()
+
+
+def test_help_names_every_method():
+    (option,) = (each for each in combine.params if each.name == "method")
+    assert option.metavar == f"{{{','.join(METHODS)}}}"
