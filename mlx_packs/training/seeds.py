@@ -23,6 +23,7 @@ from ..packs.pack import Pack
 from ..report.facts import PAGE, unit_of
 from ..report.seeds import statistics
 from ..tasks.task import task_class
+from .observer import Observer
 from .result import TrainRun
 from .run import train_request
 from .run_folder import CONFIG, RunFolder, output_folders, seed_runs
@@ -83,6 +84,17 @@ class SeedRuns:
     @cached_property
     def _statistics(self) -> dict[str, dict[str, float]]:
         return statistics([run.report for run in self.runs.values()])
+
+
+@dataclass(frozen=True)
+class _Outdated(Observer):
+    """Removes files of earlier seeds when the first run starts: one may be rejected before."""
+
+    files: Sequence[Path]
+
+    def on_phase_start(self, batches: int, done: int) -> None:
+        for file in self.files:
+            file.unlink(missing_ok=True)
 
 
 @checked_arguments
@@ -170,8 +182,8 @@ def train_with_seeds(request: Request) -> SeedRuns:
         with output_folders(each.option("out"), recipe.data, *options):
             pass
 
-    for name in (SUMMARY, PAGE):  # of earlier seeds
-        (folder / name).unlink(missing_ok=True)
+    outdated = _Outdated([folder / SUMMARY, folder / PAGE])
+    requests[first] = replace(requests[first], callbacks=(*request.callbacks, outdated))
     names = f"{folder}/seed-{seeds[0]} to seed-{seeds[-1]}"
     request.display.line("seeds", f"{len(seeds)} packs, {names}")
     try:

@@ -229,6 +229,8 @@ def test_a_rejected_run_leaves_the_page_of_the_earlier_one(three, small):
     before = [(three / name).read_bytes() for name in ("report.html", "seeds.json")]
     with raises("exists"):
         train(small, "three", progress=False)
+    with raises("data"):
+        mp.train_seeds(small, {"train": [{"a": 1}]}, LORA, TRAIN, "three", seeds=3, overwrite=True)
     assert [(three / name).read_bytes() for name in ("report.html", "seeds.json")] == before
 
 
