@@ -31,7 +31,7 @@ PROBLEMS = dict(zip(LABEL_COLUMNS, (SINGLE, MULTI, REGRESSION), strict=True))
 COLUMNS = {problem: column for column, problem in PROBLEMS.items()} | {ORDINAL: "label"}
 MOST_CLASSES = 5_000  # a head of that many rows is already as large as many an adapter
 INPUTS: tuple[RowFormat, ...] = (CHAT, TEXT)  # what is classified
-_INTEGER = re.compile(r"[+-]?\d+")
+_INTEGER = re.compile(r"[+-]?\d{1,18}")  # Python converts no more than 4300 digits
 
 Label = str | tuple[str, ...] | float  # of a row: by the problem
 

@@ -230,6 +230,14 @@ def test_a_list_that_is_no_set_of_labels_is_named(labels, fault):
         find_classes(both, COLUMNS, "f")
 
 
+def test_labels_are_in_the_order_of_their_numbers_unless_one_is_too_long_for_one():
+    for others, ordered in ((["10"], ["2", "10"]), (["1" * 5000], ["1" * 5000, "2"])):
+        rows = [
+            Row(f"f:{i}", {"text": "x", "label": each}) for i, each in enumerate(["2", *others])
+        ]
+        assert find_classes(rows, COLUMNS, "f").labels == tuple(ordered)
+
+
 FEATURES = {
     "text": {"dtype": "string", "_type": "Value"},
     "label": {"names": ["cold", "hot"], "_type": "ClassLabel"},
