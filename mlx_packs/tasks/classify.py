@@ -97,7 +97,7 @@ class ClassifyTask(TextsTask):
 
     def encoded(self, phase: RunPhase, read: Splits) -> dict[str, TextGroups]:
         train = phase.train
-        limit = min(train.max_seq_length, self.base.text_limit)
+        limit = self.longest_text(train)
         options = EncodingOptions(max_seq_length=limit, vocab_size=self.base.vocab_size)
         settings = self.base.tokenizer, phase.columns, options, self.classes, train.num_proc
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..bases.encoder import Embedder
 from ..config.choices import LOSSES, POLICIES, PolicyFacts, architecture_of
+from ..config.schema import TrainConfig
 from ..data.dataset import Batch, Dataset
 from ..data.pairs import (
     PairCollate,
@@ -72,7 +73,7 @@ class EmbeddingTask(NamedLossTask):
         self, base: Base, phases: Sequence[RunPhase], splits: Sequence[Splits]
     ) -> list[PhaseData]:
         self.embedder = base.embedder
-        self.limit = min(self.train.max_seq_length, self.embedder.vectors.longest)
+        self.limit = self.longest_text(self.train)
         self.query_prompt = self._query_prompt_of(base, splits[0])
         (data,) = super().encode(base, phases, splits)
 
@@ -82,6 +83,9 @@ class EmbeddingTask(NamedLossTask):
             check_scores(validation.examples, f"{source}: valid")
             check_best(self.train.best, validated_entries(validation.examples))
         return [data]
+
+    def longest_text(self, train: TrainConfig) -> int:
+        return min(train.max_seq_length, self.embedder.vectors.longest)
 
     def encoded(self, phase: RunPhase, read: Splits) -> dict[str, TextGroups]:
         tokenizer = self.embedder.tokenizer

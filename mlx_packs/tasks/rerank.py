@@ -56,7 +56,7 @@ class RerankTask(NamedLossTask):
         tokenizer = self.base.tokenizer
         if self.head_name == "lm":
             answer_tokens(tokenizer)
-        self.limit = min(train.max_seq_length, self.base.text_limit)
+        self.limit = self.longest_text(train)
         prompt = RerankPrompt(tokenizer, self.instruction, self.limit)
 
         def encode(split: str, _: Callable[[], None]) -> TextGroups:

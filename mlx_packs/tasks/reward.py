@@ -30,7 +30,7 @@ class RewardTask(TextsTask):
 
     def encoded(self, phase: RunPhase, read: Splits) -> dict[str, TextGroups]:
         tokenizer = self.base.tokenizer
-        limit = min(phase.train.max_seq_length, self.base.text_limit)
+        limit = self.longest_text(phase.train)
         options = EncodingOptions(max_seq_length=limit, vocab_size=self.base.vocab_size)
 
         def encode(split: str, advance: Callable[[], None]) -> TextGroups:

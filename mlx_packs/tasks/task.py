@@ -182,7 +182,8 @@ class Task(ABC):
             line = f"{read.source} · {counted(examples)} {self.described(examples)}"
             self.display.line("data", line)
             if self.cut_parts:
-                show_cut(examples, phase.train.max_seq_length, self.cut_parts, self.display)
+                limit = self.longest_text(phase.train)
+                show_cut(examples, limit, self.cut_parts, self.display)
             show_notes(read, phase.columns, base.tokenizer, self.display)
             encoded.append(examples)
         return self.phase_data(phases, encoded)
@@ -190,6 +191,10 @@ class Task(ABC):
     def encoded(self, phase: RunPhase, read: Splits) -> Mapping[str, Any]:
         """Return the examples of every split of a phase, by `phases.encode_each`."""
         raise NotImplementedError
+
+    def longest_text(self, train: TrainConfig) -> int:
+        """Return how many tokens of a text or an example are read."""
+        return train.max_seq_length
 
     def described(self, examples: Mapping[str, Any]) -> str:
         """Return what the examples of the splits are, after their number: ``examples · text``."""

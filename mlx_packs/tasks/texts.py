@@ -20,6 +20,9 @@ from .task import Summary, Task, Trained, summarized
 class TextsTask(Task):
     """A task on texts that are read as a whole: at their last tokens, or pooled."""
 
+    def longest_text(self, train: TrainConfig) -> int:
+        return min(train.max_seq_length, self.base.text_limit)
+
     def described(self, examples: Mapping[str, TextGroups]) -> str:
         return f"examples · {examples['train'].format.name}"
 

@@ -31,6 +31,7 @@ from tests.helpers.encoders import (
 )
 from tests.helpers.errors import check, raises
 from tests.helpers.models import base_of
+from tests.helpers.runs import Lines
 
 TEXTS = ["how do i fix a car?", "steps to repair the vehicle", "a"]
 LORA = LoRAConfig(rank=8)
@@ -64,6 +65,16 @@ def test_it_learns_what_belongs_together(run_of_pairs):
     assert losses[-1] < 0.7 * losses[0]
     valid = [line for line in run_of_pairs.curve if "valid_mrr_at_10" in line]
     assert [line["batch"] for line in valid] == [20] and valid[0]["valid_loss"] > 0
+
+
+def test_a_cut_text_is_said_to_exceed_what_the_encoder_reads(encoder, tmp_path):
+    longest = load_base(encoder).embedder.vectors.longest
+    rows = [{"anchor": f"{i} {'car ' * 2 * longest}", "positive": f"car {i}"} for i in range(8)]
+    display = Lines()
+    train = settings(batch_size=2, iters=1, max_seq_length=4 * longest)
+    data = {"train": rows[:6], "valid": rows[6:]}
+    train_pack(encoder, data, LORA, train, tmp_path / "p", progress=display)
+    assert f"data longer than {longest} tokens (--max-seq-length): 8 texts cut" in display.lines
 
 
 @pytest.mark.parametrize(
