@@ -122,10 +122,10 @@ class Machines:
         return {"count": self.count, "needed": self.needed, "peak_gb": peaks}
 
     def line(self) -> str:
-        peaks = " · ".join(f"{size(plan.peak_bytes)} {way}" for way, plan in self.plans.items())
+        peaks = " · ".join(f"{size(plan.peak_bytes)} ({way})" for way, plan in self.plans.items())
         return (
-            f"ranks   {self.needed} of {self.count} (--hosts, --pipeline); each takes {peaks}, of "
-            f"{size(self.memory)}"
+            f"ranks   {self.count} machines (--hosts, --pipeline): each takes {peaks}, of "
+            f"{size(self.memory)}; the simplest that fits: {self.needed}"
         )
 
 

@@ -495,7 +495,8 @@ def table(
         )
 
     lines += ["", f"parts of {best.kind} at the peak"]
-    lines += [f"  {name:<22} {size(part):>12}" for name, part in best.plan.parts().items()]
+    for name, part in best.plan.parts().items():
+        lines.append(f"  {name:<22} {size(part) if part else 0:>12}")
     lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
 
     lines += _notes(best, headers, width)

@@ -82,4 +82,7 @@ def test_packs_plan_says_what_machines_are_needed_for():
         each["machines"]["needed"] == "one machine" for each in json.loads(result.stdout)["options"]
     )
     lines = CliRunner().invoke(plan, arguments).stdout.splitlines()
-    assert [line for line in lines if line.startswith("ranks ") and "one machine" in line]
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("ranks ")]
+    assert lines[at].startswith("ranks   2 machines (--hosts, --pipeline): each takes ")
+    assert " ".join(map(str.strip, lines[at : at + 2])).endswith("that fits: one machine")
+    assert "gradients 0" in [" ".join(line.split()) for line in lines]
