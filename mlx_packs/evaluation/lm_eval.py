@@ -163,6 +163,13 @@ def language_model(base: Base, batch_size: int = 8, chat: bool = False) -> Any:
 
         def generate_until(self, requests: list) -> list[str]:
             check_batches(base)
+            options = [request.args[1] for request in requests]
+            if any(each.get("do_sample") and each.get("temperature", 1) for each in options):
+                raise PackError(
+                    "--tasks: one asks for sampled answers, but answers are greedy. Leave it out.",
+                    "unsupported",
+                    "tasks",
+                )
             if not is_batchable(base.name, base.model):
                 self._batch_size = 1
             return super().generate_until(requests)

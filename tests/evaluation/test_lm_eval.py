@@ -113,6 +113,13 @@ def test_questions_are_put_into_the_chat_template_of_the_pack(small_base, known,
 
 
 @pytest.mark.interop
+def test_sampled_answers_are_rejected(small_base):
+    asked = SimpleNamespace(args=("a", {"do_sample": True, "temperature": 0.7, "until": ["."]}))
+    with raises("unsupported", "tasks", "greedy"):
+        language_model(small_base).generate_until([asked])
+
+
+@pytest.mark.interop
 def test_evaluate_tasks_names_what_is_wrong(small_base, known):
     with raises("unknown", "tasks", "other"):
         evaluate_tasks(small_base, None, ["known", "other"])
