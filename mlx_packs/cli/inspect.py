@@ -261,9 +261,8 @@ def report(run_or_pack: str, out: str | None) -> None:
 
     RUN_OR_PACK is a run folder, a pack's folder, the Hub id of a pulled pack, or the output folder
     of `packs train --seeds`. The page is one self-contained HTML file with the loss curve, results,
-    samples, changes by layer, memory and recipe. The page of several seeds has the mean and
-    standard error of every number. The page of an unfinished run shows the available parts. No
-    model is loaded.
+    samples, memory and recipe. The page of several seeds has the mean and standard error of every
+    number. The page of an unfinished run shows the available parts. No model is loaded.
     """
     from ..training.run_page import write_page
 
