@@ -30,10 +30,13 @@ def located(find, *names):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def converted_once(tmp_path_factory):
-    """A cache, so that a GGUF is converted by its first test."""
+def converted_once(tmp_path_factory, worker_id):
+    """A cache that all processes of pytest-xdist share, so that a GGUF is converted by its first test."""
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(CACHE_VARIABLE, str(folder / "cache-of-real-models"))
         yield
 
 

@@ -11,7 +11,7 @@ from tests.helpers.checkpoints import write_stored
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.variants import nightly_except
 
-ACCUMULATED = (512, 24, 128, 1, 4)
+ACCUMULATED = (512, 12, 128, 1, 4)
 
 
 @pytest.mark.parametrize(
