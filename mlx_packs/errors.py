@@ -1,5 +1,6 @@
 """Errors that a user can act on; the command line prints them as one line and exits with 2."""
 
+import errno
 import logging
 import re
 import signal
@@ -176,6 +177,40 @@ CRASHED = 70  # the exit code of a program that a defect ends
 # Errors of Python that mean a bug in the program if one of its own lines raises them.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError, ZeroDivisionError)
 _SHOWN = 300  # characters of a library's message
+_OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)
+
+
+def as_pack_error(error: BaseException) -> PackError | None:
+    """Return what ended a command as an error that a user can correct; None if it is a defect."""
+    if isinstance(error, PackError):
+        return error
+
+    if isinstance(error, (click.Abort, KeyboardInterrupt)):
+        number = getattr(error, "number", signal.SIGINT)  # as of `signals.Signalled`
+        reason = "interrupted"
+        if number != signal.SIGINT:
+            reason += f" ({error})"
+        return Interrupted(reason, number)
+
+    if isinstance(error, OSError):  # a disk that fills up, a folder without read permission
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        message = f"{error.filename or 'input or output'}: {error.strerror or error}"
+        return PackError(message, "unwritable" if full else "unreadable")
+
+    if not is_out_of_memory(error):
+        return None
+    reason = " ".join(str(error).split())[:120]
+    return PackError(
+        f"memory is exhausted ({reason}). Pass a smaller --batch-size or --max-seq-length, or "
+        "train with --grad-checkpoint.",
+        "memory",
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether Python or MLX (Metal, CUDA or host) raised an error for lack of memory."""
+    of_mlx = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
+    return bool(of_mlx) or isinstance(error, MemoryError)
 
 
 @contextmanager

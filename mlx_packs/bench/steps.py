@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -12,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
-from ..errors import PackError
+from ..errors import PackError, is_out_of_memory
 from ..memory.estimate import estimate, plan_run
 from ..memory.headers import Headers
 from ..memory.matmul_path import choose_matmul_path
@@ -29,7 +28,6 @@ _SEED = 0
 # What mlx-lm's step takes beside the weights, times ours: captured graphs of Qwen3 and Llama
 # (benchmarks/README.md)
 _MORE_MEMORY = 2.0
-_OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)
 
 Shape = tuple[int, int]  # examples, tokens of each
 
@@ -142,7 +140,7 @@ def compare_steps(of: Contest, shape: Shape, share_s: float, end: float) -> Step
     except LossesDiffer as error:
         return replace(comparison, fault=f"losses differ: {error}", differs=True)
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not _OUT_OF_MEMORY.search(str(error)):
+        if not is_out_of_memory(error):
             raise
         return replace(comparison, fault="the memory of this machine was not enough")
     finally:

@@ -5,11 +5,8 @@ signal n (130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP). A defect ends 
 Python's code for one, 1, means a failed gate.
 """
 
-import errno
 import importlib
 import os
-import re
-import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +21,7 @@ from ..config.choices import TASKS
 from ..config.fields import flags_of
 from ..config.other_names import OTHER_COMMANDS, OTHER_VALUES, ours_for, removal
 from ..distributed.link import launched
-from ..errors import CRASHED, Interrupted, PackError, any_of, did_you_mean, flag_of
+from ..errors import CRASHED, PackError, any_of, as_pack_error, did_you_mean, flag_of
 from ..terminal import echo, guard, guarded
 from .examples import epilog
 from .options import SETTINGS
@@ -49,9 +46,6 @@ REMOVED_COMMANDS: Mapping[str, str] = {
     "logits": "Use packs train --task distill --teacher MODEL --teacher-cache DIR, which writes "
     "the cache before the run.",
 }
-
-# RuntimeErrors of MLX (Metal, CUDA or host) that are no defect of the program
-_OUT_OF_MEMORY = re.compile("malloc|memory|resource limit", re.IGNORECASE)
 
 
 class Commands(click.Group):
@@ -128,27 +122,10 @@ def user_errors() -> Iterator[None]:
     except click.ClickException as error:
         raise _usage_error(error) from error
 
-    except (click.Abort, KeyboardInterrupt) as error:
-        number = signals.number_of(error)
-        reason = "interrupted"
-        if number != signal.SIGINT:
-            reason += f" ({error})"
-        raise Interrupted(reason, number) from error
-
-    except OSError as error:  # a disk that fills up, a folder without read permission
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-        message = f"{error.filename or 'input or output'}: {error.strerror or error}"
-        raise PackError(message, "unwritable" if full else "unreadable") from error
-
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not _OUT_OF_MEMORY.search(str(error)):
+    except BaseException as error:
+        if (ours := as_pack_error(error)) is None:
             raise
-        reason = " ".join(str(error).split())[:120]
-        raise PackError(
-            f"memory is exhausted ({reason}). Pass a smaller --batch-size or --max-seq-length, or "
-            "train with --grad-checkpoint.",
-            "memory",
-        ) from error
+        raise ours from error
 
 
 @contextmanager
