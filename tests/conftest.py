@@ -30,7 +30,7 @@ from mlx_packs.packs import base as packs_base
 from mlx_packs.packs.base import Base, load_base
 from mlx_packs.runtime import mx
 from mlx_packs.tasks import tokens as token_tasks
-from mlx_packs.tasks.causal_lm import SamplePrompt
+from mlx_packs.tasks.sample_prompt import SamplePrompt
 from mlx_packs.terminal import printable
 from mlx_packs.training.observers import OBSERVERS
 from tests.helpers import bases, seconds, tenth

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from ..config.choices import ANSWER_METRICS, answer_metric_of
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..data.batches import evaluation_set
-from ..data.conversations import Content
 from ..data.dataset import Batch, Dataset
 from ..data.encoding import Examples
 from ..data.formats import TEXT, TOKEN_FORMATS, format_of
@@ -21,68 +20,24 @@ from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees, training_batches
 from ..errors import PackError
-from ..evaluation.answers import Exam, answer_of, expected_answer, metric_of, questions_of
+from ..evaluation.answers import Exam, metric_of, questions_of
 from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
 from ..evaluation.throughput import cut_prompts, measure_throughput
-from ..inference.generate import complete
 from ..memory.matmul_path import generation_path
 from ..nn.blocks import attends_by_spans
 from ..objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, split_head
 from ..objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ..objectives.objective import Objective
-from ..objectives.reference import PhaseReference
 from ..objectives.score import Score
 from ..packs.base import Base, check_forward
 from ..packs.pack import Pack
 from .phases import PhaseData, RunPhase
+from .sample_prompt import SAMPLE_TOKENS, SamplePrompt, stored_sample
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask, encode_phases
 
-SAMPLE_TOKENS = 40
 _MOST_QUESTIONS = 100
-STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
 _PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
-
-
-@dataclass(frozen=True)
-class SamplePrompt:
-    """A held-out prompt that is completed before and after a run, so that people see the change."""
-
-    text: str
-    tokens: list[int]
-    wanted: str | None = None  # the answer that the examples have
-    is_raw: bool = False  # whether it is the beginning of a text, rather than a question
-    thoughts: int = 0  # tokens of the thoughts before the answer
-
-    @classmethod
-    def of(cls, content: Content, base: Base, is_raw: bool = False) -> Self:
-        """Return the prompt of an example with the answer that it has."""
-        text, tokens = content.prompt()
-        wanted, thoughts = expected_answer(content, base, tokens)
-        return cls(text, tokens, wanted, is_raw, thoughts)
-
-    def complete(self, base: Base) -> str | None:
-        """Return the base's answer as it is now: greedy, as `packs generate` gives it.
-
-        None if the base is on disk: each token would read all of it.
-        """
-        if base.blocks_on_disk is not None:
-            return None
-
-        text = complete(base, self.tokens, self.thoughts + SAMPLE_TOKENS)
-        answer = answer_of(base, self.tokens, text) or text  # thoughts, if they did not end
-        return " ".join(answer.split())
-
-    def report(self, initial: PhaseReference, base: Base) -> dict[str, Any]:
-        """Return it with the completions of what the run started from, and of the base as it is."""
-        with initial.active():
-            before = self.complete(base)
-        after = self.complete(base)
-        return self.entry(before=before, after=after)
-
-    def entry(self, **texts: str | None) -> dict[str, Any]:
-        """Return the prompt with texts that complete it."""
-        return {"prompt": self.text, "wanted": self.wanted, **texts}
 
 
 @dataclass(frozen=True)
@@ -310,9 +265,3 @@ class CausalLMTask(TokenTask):
 
         with self.display.task("eval", len(self.exam.questions), "answers") as bar:
             return self.exam.answers(bar.advance)
-
-
-def stored_sample(sample: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of a sample that a manifest has, each of a limited length; no image."""
-    texts = {key: text for key, text in sample.items() if isinstance(text, str)}
-    return {key: text[:STORED_CHARACTERS] for key, text in texts.items()}

@@ -40,7 +40,6 @@ from ..objectives.grpo import GRPO
 from ..objectives.objective import Objective
 from ..objectives.score import REWARD, Score
 from ..packs.base import Base, check_forward
-from .causal_lm import SamplePrompt, stored_sample
 from .completions import (
     MOST_AT_ONCE,
     TokenSampler,
@@ -51,6 +50,7 @@ from .completions import (
     random_sampler,
 )
 from .phases import PhaseData, RunPhase, encode_each, sample
+from .sample_prompt import SamplePrompt, stored_sample
 from .task import Binding, RewardFunction, Summary, Task, Trained, summarized
 from .tokens import check_trees, computes_trees, say_nothing_shared, show_shared
 

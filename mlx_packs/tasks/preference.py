@@ -26,8 +26,8 @@ from ..objectives.preference import PreferenceObjective, completion_sums, loss_o
 from ..objectives.reference import Reference
 from ..packs.base import Base, check_forward
 from ..runtime import mx
-from .causal_lm import SamplePrompt, stored_sample
 from .phases import PhaseData, RunPhase, encode_each
+from .sample_prompt import SamplePrompt, stored_sample
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask
 

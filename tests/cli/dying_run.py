@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from mlx_packs.cli.main import main
-from mlx_packs.tasks.causal_lm import SamplePrompt
+from mlx_packs.tasks.sample_prompt import SamplePrompt
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers import OBSERVERS
 

@@ -80,7 +80,7 @@ def _import_everything() -> None:
     import mlx_packs
     from mlx_packs.bases.files import TINY, check_files, resolve_checkpoint
     from mlx_packs.bases.tokenizer import load_tokenizer
-    from mlx_packs.tasks.causal_lm import SamplePrompt
+    from mlx_packs.tasks.sample_prompt import SamplePrompt
 
     for module in pkgutil.walk_packages(mlx_packs.__path__, "mlx_packs."):
         if not module.name.startswith(UNUSED) and not module.name.endswith("__main__"):
