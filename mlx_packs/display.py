@@ -8,7 +8,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import IO
 
@@ -63,10 +63,15 @@ class Display:
 
     Args:
         level: `QUIET` prints nothing, `NORMAL` what matters, `VERBOSE` the reasons, too.
+
+    Attributes:
+        follower: Function of a label, and the `Task` if its steps are counted: a context that lasts
+            as long as this work is shown, or would be.
     """
 
     def __init__(self, level: int = NORMAL) -> None:
         self.level = level
+        self.follower: Callable[[str, Task | None], AbstractContextManager] | None = None
 
         # a bar redirects what libraries print to the console, whose own file must be the terminal
         file = unguarded(sys.stderr) if isinstance(sys.stderr, Guarded) else None
@@ -81,7 +86,8 @@ class Display:
 
     def working(self, label: str, text: str) -> AbstractContextManager:
         """Show a spinner on a terminal while something of unknown length runs."""
-        return self._moving(self.console.status(_labelled(label, text)) if self.live else None)
+        spinner = self.console.status(_labelled(label, text)) if self.live else None
+        return self._moving(spinner, label)
 
     @contextmanager
     def task(
@@ -93,15 +99,18 @@ class Display:
         the line of the first step at once.
         """
         task = Task(self, label, total, unit, done, shows_first)
-        with self._moving(task.bar):
+        with self._moving(task.bar, label, task):
             yield task
 
     @contextmanager
-    def _moving(self, shown: AbstractContextManager | None) -> Iterator[None]:
+    def _moving(
+        self, shown: AbstractContextManager | None, label: str, task: "Task | None" = None
+    ) -> Iterator[None]:
         """Show a bar or spinner, if there is one, above which libraries may print."""
         is_guarded = isinstance(sys.stderr, Guarded)
         guard = guarded() if shown and is_guarded else nullcontext()
-        with shown or nullcontext(), guard:
+        followed = self.follower(label, task) if self.follower else nullcontext()
+        with followed, shown or nullcontext(), guard:
             yield
 
 
@@ -194,12 +203,16 @@ class Task:
             )
             self.id = self.bar.add_task(label, total=total, completed=done, text=_plain(unit))
 
-    def left(self) -> float | None:
-        """Return the seconds left at the mean pace since the first step; None until it is known."""
+    def pace(self) -> float | None:
+        """Return the mean seconds of a step since the first one; None until it is known."""
         if self.start is None or self.done == self.initial:
             return None
-        pace = (time.monotonic() - self.start) / (self.done - self.initial)
-        return pace * (self.total - self.done)
+        return (time.monotonic() - self.start) / (self.done - self.initial)
+
+    def left(self) -> float | None:
+        """Return the seconds left at the mean pace; None until it is known."""
+        pace = self.pace()
+        return None if pace is None else pace * (self.total - self.done)
 
     def advance(self, text: str | None = None) -> None:
         """Count one more step; ``text`` is shown beside the bar."""

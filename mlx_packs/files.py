@@ -102,13 +102,18 @@ def exclusive_writer(path: Path, busy: str | None = None) -> Iterator[None]:
     if busy is None:
         busy = f"{path}: another process is writing it. Wait for it, or choose another path."
 
-    lock = path.with_name(f".{path.name}.lock")
+    lock = lock_of(path)
     with _locked(lock, path, busy):
         try:
             sweep(path.parent)
             yield
         finally:
             lock.unlink(missing_ok=True)
+
+
+def lock_of(path: Path) -> Path:
+    """Return the lock file that `exclusive_writer` holds while it writes a path."""
+    return path.with_name(f".{path.name}.lock")
 
 
 def _locked(lock: Path, path: Path, busy: str) -> IO:

@@ -111,6 +111,24 @@ def lock(descriptor: int) -> bool:
     return True
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process of this host, or this one, holds a lock on a file.
+
+    It takes the lock for an instant, for which `files.exclusive_writer` waits.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        lock(descriptor)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def is_named(descriptor: int, path: Path) -> bool:
     """Return whether an open file or folder still has a name."""
     try:

@@ -215,12 +215,32 @@ def usage_of(pid: int) -> tuple[float, int] | None:
     """Return the CPU seconds and the bytes in memory of a process; None if it has ended."""
     if sys.platform != "linux":
         return _usage_by_ps(pid)
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    if not (fields := _stat(pid)):
         return None
     ticks = int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def start_of(pid: int) -> str:
+    """Return when a process started, as the system writes it; empty if there is none.
+
+    It differs between two processes that have had the same number.
+    """
+    if sys.platform == "linux":
+        return "".join(_stat(pid)[19:20])
+    command = ["ps", "-o", "lstart=", "-p", str(pid)]
+    environment = {**os.environ, "LC_ALL": "C"}
+    with suppress(OSError, subprocess.SubprocessError):
+        text = subprocess.check_output(command, stderr=subprocess.DEVNULL, env=environment)
+        return text.decode().strip()
+    return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what Linux knows of a process, from its state on; empty if there is none."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def _usage_by_ps(pid: int, run: Callable[..., str] = subprocess.check_output) -> Any:

@@ -95,6 +95,7 @@ class OnNan:
             f"Try {skip}a lower --learning-rate than "
             f"{self._run.train.learning_rate:g}{clipped}.",
             "diverged",
+            "learning_rate",
         )
 
     def _announced(

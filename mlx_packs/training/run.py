@@ -29,6 +29,7 @@ from .prepare import prepare, prepared_request
 from .ranks import folders_of_rank, ranks_of_run
 from .result import RunReport, TrainRun, report_of, save_pack
 from .settings import Place, Request, RunSettings, recipe_of
+from .status import followed
 from .watch import resumable
 
 
@@ -113,6 +114,7 @@ def train_request(request: Request) -> TrainRun:
     with ExitStack() as closes:
         closes.enter_context(signals.handled())
         pack, folder = closes.enter_context(folders)
+        status = closes.enter_context(followed(request.display, folder, resume))
         if not runtime.on_cpu():  # before MLX uses the GPU
             if line := watchdog.limit_operations(settings.train.max_seq_length):
                 request.display.line("gpu", line)
@@ -123,7 +125,7 @@ def train_request(request: Request) -> TrainRun:
         if settings.train.awake and macos.is_macos():
             closes.enter_context(macos.kept_awake(request.display.line))
 
-        place = Place(pack, folder, resume)
+        place = Place(pack, folder, resume, status=status)
         try:
             return _train(request, settings, place)
         except Float16Overflow as overflow:

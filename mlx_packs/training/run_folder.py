@@ -22,6 +22,9 @@ from .checkpoint import ADAPTERS, METRICS, NAME, batches_of, check_checkpoint, r
 
 CONFIG = "config.json"
 REPORT = "report.json"  # what the run reported at its end
+STATUS = "status.json"  # what the run is doing, and how it ended
+WAITING = "waiting.json"  # of a run that a queue will start
+LOG = "log.txt"  # what the process printed, if whoever started it keeps that
 RUN_FORMAT_VERSION = 1
 _RUN_FORMAT = "mlx_packs run "  # and the version
 # Settings that every run records; without one of them an older version wrote it.
@@ -154,10 +157,10 @@ class RunFolder:
             file.unlink()
 
     def is_run(self) -> bool:
-        """Return whether the folder is a run's, or empty."""
+        """Return whether the folder is a run's, or waits for one."""
         if not self.path.is_dir():
             return False
-        if not any(self.path.iterdir()):
+        if {entry.name for entry in self.path.iterdir()} <= {STATUS, WAITING, LOG}:
             return True
         try:
             return bool(self._parsed_identity())

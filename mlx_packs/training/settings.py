@@ -21,6 +21,7 @@ from ..tasks.phases import PhaseData, RunPhase, check_data_used, resolve_phases
 from ..tasks.task import Calls
 from .observer import Observer
 from .run_folder import ResumePoint, RunFolder
+from .status import Status
 
 if TYPE_CHECKING:
     from ..tasks.task import RewardFunction
@@ -207,6 +208,7 @@ class Place:
     resume: bool = False  # whether to continue from a checkpoint of ``folder``
     resume_point: ResumePoint | None = None  # which one
     overflow: str = ""  # why a run that began in float16 goes on in bfloat16
+    status: Status | None = None  # of the first rank
 
 
 @dataclass(frozen=True)

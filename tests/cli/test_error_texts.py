@@ -77,8 +77,10 @@ def updated() -> Iterator[dict[str, str]]:
 
 
 def states(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of every file; a run that starts writes its own folder."""
-    files = [path for path in folder.rglob("*") if "new-run" not in path.parts]
+    """Size and time of every file; a run that starts writes its own folder, and how it ended."""
+    written = ("new-run", "status.json")
+    files = [path for path in folder.rglob("*") if not set(path.parts) & set(written)]
+    files.remove(folder / "o-run")  # whose time is that of the status
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 

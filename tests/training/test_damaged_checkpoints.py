@@ -53,7 +53,8 @@ def flip_last(file: Path) -> None:
 
 def test_a_kill_after_the_first_checkpoint_can_be_resumed(trained_copy, resumed, uninterrupted):
     shutil.rmtree(RUN / "step-000002")  # nothing else names a checkpoint
-    names = {"step-000001", "config.json", "metrics.jsonl", "report.json", "report.html"}
+    files = "config.json metrics.jsonl report.html report.json status.json"
+    names = {"step-000001", *files.split()}
     assert {path.name for path in RUN.iterdir()} == names
     assert "step-000001, the newest checkpoint" in resumed()[0]
     assert hashes(Path("o")) == uninterrupted

@@ -58,7 +58,7 @@ def test_too_little_space_ends_a_run_before_the_checkpoint(train, monkeypatch):
             train(**SIX)
     assert isinstance(stopped.value, RunStopped) and stopped.value.exit_code == 2
     names = sorted(path.name for path in RUN.iterdir())
-    assert names == ["config.json", "metrics.jsonl", "report.html", "step-000002"]
+    assert names == ["config.json", "metrics.jsonl", "report.html", "status.json", "step-000002"]
     with raises("unwritable", None, "other-run", "1.0 kB are free"):  # without any checkpoint
         train("other")
     full.clear()

@@ -49,7 +49,7 @@ def test_clear_run_takes_checkpoints_only(trained_copy):
     (run / "not_finite.jsonl").touch()
     RunFolder(run).clear()
     left = {path.name for path in run.iterdir()}
-    assert left == {"config.json", "step-by-step", "step-1", "step-000009"}
+    assert left == {"config.json", "status.json", "step-by-step", "step-1", "step-000009"}
     assert RunFolder(run).is_run()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ...display import Task
 from ...late import load
 from ...objectives.score import Score
+from ..checkpoint import batches_of
 from ..observer import Observer
 from ..settings import Run
 from ..state import COMPUTED_PER_S
@@ -65,10 +66,20 @@ class Console(Observer):
         self._open.close()
 
 
+def status_of(observed: ObservedRun) -> Observer | None:
+    """Return what writes ``status.json``, which now knows the batches of the run."""
+    run = observed.run
+    if run.place.status is not None:
+        point = run.place.resume_point
+        run.place.status.begin(batches_of(point.folder) if point else 0, run.last_phase.stop)
+    return run.place.status
+
+
 # By name: makes the observer of a run, or None if the run's settings do not ask for it.
 OBSERVERS: dict[str, str | Callable[[ObservedRun], Observer | None]] = {
     "metrics": "run_files:MetricsFile",
     "console": Console,
+    "status": status_of,  # after the console, whose bar knows the pace
     "trackers": "trackers:Trackers.of",
     "retention": "run_files:Retention.of",
     "page": "run_files:ReportPage",
