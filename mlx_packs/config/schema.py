@@ -144,12 +144,13 @@ def _shares_settings(task: str, owners: Collection[str]) -> bool:
 
 # By setting: the others that it cannot be combined with.
 _EXCLUDED = {
-    "objective": "phases cache_frozen neftune_noise_alpha",
+    "objective": "phases cache_frozen neftune_noise_alpha sample_every",
     "pipeline": "objective packing cache_frozen neftune_noise_alpha quantize train_fp16_fallback "
-    "metric min_tps_ratio",
+    "metric min_tps_ratio sample_every",
     "offload_base": "objective pipeline cache_frozen train_fp16_fallback",
     "share_prefix": "objective pipeline packing cache_frozen",
 }
+_OF_ONE_PHASE = ("load_best", "patience", "time", "sample_every")
 _UNUSED = (None, False, 0, (), "auto", "none", "off", "transformer")  # values without an effect
 
 
@@ -211,7 +212,7 @@ def _length_faults(train: TrainConfig) -> Iterator[Fault]:
     if train.epochs is not None and (train.phases or train.changed(["iters"])):
         other = "phases" if train.phases else "--iters"
         yield Fault("epochs", f"cannot be combined with {other}. Give one of them.", "conflict")
-    if (named := train.changed(("load_best", "patience", "time"))) and train.phases:
+    if (named := train.changed(_OF_ONE_PHASE)) and train.phases:
         yield Fault(named[0], "cannot be combined with phases.", "conflict")
 
 

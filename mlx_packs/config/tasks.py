@@ -34,6 +34,7 @@ _generated = partial(option, section="Rewards")
 _rated = partial(_preference, metavar="WEIGHT", above=0, tasks=("kto",))
 _ENCODED = tuple(name for name in DECODER_TASKS if not TASKS[name].generates)
 _TARGETS = tuple(name for name, facts in TASKS.items() if facts.masks and facts.sequences == 1)
+_ANSWERING = tuple(name for name, facts in TASKS.items() if facts.masks or facts.generates)
 _target = partial(_data, tasks=_TARGETS)
 _gate = partial(_evaluation, above=0, tasks=_TARGETS)
 _teacher = partial(_data, tasks=("distill",))
@@ -196,6 +197,14 @@ class TaskSettings(Settings):
         shown_default="exact for the bundled data, none otherwise",
         choices=(*ANSWER_METRICS, "none"),
         tasks=_TARGETS,
+    )
+    sample_every: int | None = _evaluation(
+        None,
+        "Answer five validation prompts before the first batch and after every N batches. The "
+        "greedy answers are in samples.jsonl of the run folder.",
+        metavar="N",
+        at_least=1,
+        tasks=_ANSWERING,
     )
     long_rows: str = _target(
         "cut",

@@ -14,7 +14,7 @@ from ..config.lora import LoRAConfig
 from ..data.batches import evaluation_set
 from ..data.dataset import Batch, Dataset
 from ..data.encoding import Examples
-from ..data.formats import TEXT, TOKEN_FORMATS, format_of
+from ..data.formats import TEXT, TOKEN_FORMATS, Row, format_of
 from ..data.rows import Splits
 from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
@@ -32,7 +32,7 @@ from ..objectives.score import Score
 from ..packs.base import Base, check_forward
 from ..packs.pack import Pack
 from .phases import PhaseData, RunPhase
-from .sample_prompt import SAMPLE_TOKENS, SamplePrompt, stored_sample
+from .sample_prompt import SAMPLE_TOKENS, SamplePrompt, followed_rows, stored_sample
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask, encode_phases
 
@@ -77,12 +77,10 @@ class CausalLMTask(TokenTask):
         data = self.phase_data(phases, encoded)
 
         split = data[-1].held_out_split
-        row = splits[-1].first_usable(split)
         columns = phases[-1].columns
-        row_format = format_of(row, columns, TOKEN_FORMATS)
-        content = row_format.read(row, columns, base.tokenizer)
-        is_raw = row_format is TEXT or not base.tokenizer.has_chat_template
-        self.sample = SamplePrompt.of(content, base, is_raw)
+        self.sample = self._prompt_of(splits[-1].first_usable(split), columns)
+        rows = followed_rows(self.train, splits[-1])
+        self.followed = [self._prompt_of(row, columns) for row in rows]
 
         metric = metric_of(self.train.metric, columns)
         if metric and self.completes_text:
@@ -90,6 +88,12 @@ class CausalLMTask(TokenTask):
         if metric := answer_metric_of(self.train.best):
             self.validation_exam = self._validation_exam(metric, columns, splits[-1])
         return data
+
+    def _prompt_of(self, row: Row, columns: DataConfig) -> SamplePrompt:
+        tokenizer = self.base.tokenizer
+        row_format = format_of(row, columns, TOKEN_FORMATS)
+        is_raw = row_format is TEXT or not tokenizer.has_chat_template
+        return SamplePrompt.of(row_format.read(row, columns, tokenizer), self.base, is_raw)
 
     def training(self, phase: RunPhase, examples: Examples, draw: Draw) -> Dataset:
         """Packed batches are aligned if the attention of the model allows it."""

@@ -50,7 +50,7 @@ from .completions import (
     random_sampler,
 )
 from .phases import PhaseData, RunPhase, encode_each, sample
-from .sample_prompt import SamplePrompt, stored_sample
+from .sample_prompt import FOLLOWED, SamplePrompt, stored_sample
 from .task import Binding, RewardFunction, Summary, Task, Trained, summarized
 from .tokens import check_trees, computes_trees, say_nothing_shared, show_shared
 
@@ -249,13 +249,12 @@ class GRPOTask(Task):
             else:
                 say_nothing_shared(t, self.display)
 
-        prompts = data[-1].held_out_examples
-        row = prompts.row(0)
         columns = phases[-1].columns
-        prompt = row.value[columns.prompt_feature]
-        if not isinstance(prompt, str):  # the last message
-            prompt = plain_text(prompt[-1].get("content"))
-        self.sample = SamplePrompt(prompt, prompts.tokens[0], wanted_text(row, columns))
+        self.sample = _prompt_of(data[-1].held_out_examples, 0, columns)
+        if t.sample_every is not None:
+            valid = data[-1].splits["valid"]
+            count = min(FOLLOWED, len(valid))
+            self.followed = [_prompt_of(valid, i, columns) for i in range(count)]
         return data
 
     def encoded(self, phase: RunPhase, read: Splits) -> dict[str, Prompts]:
@@ -402,6 +401,14 @@ class GRPOTask(Task):
         facts = {"samples": [stored_sample(sample)]} if sample["after"] is not None else {}
 
         return summarized(trained, named, facts, report)
+
+
+def _prompt_of(prompts: Prompts, i: int, columns: DataConfig) -> SamplePrompt:
+    row = prompts.row(i)
+    prompt = row.value[columns.prompt_feature]
+    if not isinstance(prompt, str):  # the last message
+        prompt = plain_text(prompt[-1].get("content"))
+    return SamplePrompt(prompt, prompts.tokens[i], wanted_text(row, columns))
 
 
 def _largest(phase: RunPhase, prompts: Prompts) -> Shape:

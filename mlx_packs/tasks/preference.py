@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ..config.choices import TASKS
+from ..config.data import DataConfig
 from ..data.dataset import Dataset, Layout
 from ..data.encoding import EncodingOptions, Examples
-from ..data.formats import COMPLETION, PREFERENCE
+from ..data.formats import COMPLETION, PREFERENCE, Row
 from ..data.preferences import (
     both_completions,
     encode_preferences,
@@ -27,7 +28,7 @@ from ..objectives.reference import Reference
 from ..packs.base import Base, check_forward
 from ..runtime import mx
 from .phases import PhaseData, RunPhase, encode_each
-from .sample_prompt import SamplePrompt, stored_sample
+from .sample_prompt import SamplePrompt, followed_rows, stored_sample
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask
 
@@ -45,12 +46,17 @@ class PreferenceTask(TokenTask):
     ) -> list[PhaseData]:
         """Encode the examples, and take the prompt of the first held-out row."""
         data = super().encode(base, phases, splits)
-        row = splits[-1].first_usable(data[-1].held_out_split)
         columns = phases[-1].columns
+        self.sample = self._prompt_of(splits[-1].first_usable(data[-1].held_out_split), columns)
+        rows = followed_rows(self.train, splits[-1])
+        self.followed = [self._prompt_of(row, columns) for row in rows]
+        return data
+
+    def _prompt_of(self, row: Row, columns: DataConfig) -> SamplePrompt:
         if not TASKS[self.train.task].rated:
             row = both_completions([row], columns)[0]
-        self.sample = SamplePrompt.of(COMPLETION.read(row, columns, base.tokenizer), base)
-        return data
+        content = COMPLETION.read(row, columns, self.base.tokenizer)
+        return SamplePrompt.of(content, self.base)
 
     def described(self, examples: Mapping[str, Examples]) -> str:
         return f"examples · {examples['train'].format}"

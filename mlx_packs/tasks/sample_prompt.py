@@ -2,15 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Self
 
+from ..config.schema import TrainConfig
 from ..data.conversations import Content
+from ..data.formats import Row
+from ..data.rows import Splits
 from ..evaluation.answers import answer_of, expected_answer
 from ..inference.generate import complete
 from ..objectives.reference import PhaseReference
 from ..packs.base import Base
 
 SAMPLE_TOKENS = 40
+FOLLOWED = 5  # prompts that --sample-every answers
 STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
 
 
@@ -31,17 +36,16 @@ class SamplePrompt:
         wanted, thoughts = expected_answer(content, base, tokens)
         return cls(text, tokens, wanted, is_raw, thoughts)
 
-    def complete(self, base: Base) -> str | None:
-        """Return the base's answer as it is now: greedy, as `packs generate` gives it.
+    def answer(self, base: Base, tokens: int = SAMPLE_TOKENS) -> str:
+        """Return the base's answer as it is now: greedy, as `packs generate` gives it."""
+        text = complete(base, self.tokens, self.thoughts + tokens)
+        return answer_of(base, self.tokens, text) or text  # thoughts, if they did not end
 
-        None if the base is on disk: each token would read all of it.
-        """
+    def complete(self, base: Base) -> str | None:
+        """Return the answer on one line; None if the base is on disk: each token would read it."""
         if base.blocks_on_disk is not None:
             return None
-
-        text = complete(base, self.tokens, self.thoughts + SAMPLE_TOKENS)
-        answer = answer_of(base, self.tokens, text) or text  # thoughts, if they did not end
-        return " ".join(answer.split())
+        return " ".join(self.answer(base).split())
 
     def report(self, initial: PhaseReference, base: Base) -> dict[str, Any]:
         """Return it with the completions of what the run started from, and of the base as it is."""
@@ -53,6 +57,13 @@ class SamplePrompt:
     def entry(self, **texts: str | None) -> dict[str, Any]:
         """Return the prompt with texts that complete it."""
         return {"prompt": self.text, "wanted": self.wanted, **texts}
+
+
+def followed_rows(train: TrainConfig, splits: Splits) -> list[Row]:
+    """Return the validation examples that are answered during a run, with --sample-every."""
+    if train.sample_every is None:
+        return []
+    return list(islice(splits.usable("valid"), FOLLOWED))
 
 
 def stored_sample(sample: Mapping[str, Any]) -> dict[str, str]:

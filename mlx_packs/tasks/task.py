@@ -39,6 +39,7 @@ from ..packs.base import Base
 from ..packs.facts import answer_line, format_change, mistake_lines, phase_lines
 from ..packs.pack import Pack
 from .phases import PHASE_SETTINGS, PhaseData, RunPhase, counted, show_cut, show_notes, show_phase
+from .sample_prompt import SamplePrompt
 
 # Takes prompts, completions and the other columns of the rows, a list each; returns a number each,
 # or None for a completion that it does not score.
@@ -121,6 +122,7 @@ class Task(ABC):
     validated: ClassVar[tuple[str, ...]] = ()  # numbers of its validations, of which --best is one
 
     base: Base
+    followed: Sequence[SamplePrompt] = ()  # with --sample-every; `encode` sets them
 
     def __init__(self, phase: RunPhase, lora: LoRAConfig, calls: Calls) -> None:
         check_best(phase.train.best, self.validated)

@@ -37,6 +37,7 @@ from .observer import Observer
 from .observers import ObservedRun, make_observers
 from .on_nan import OnNan, UpdateGuard
 from .prepare import PreparedRun
+from .samples import Samples
 from .state import COMPUTED_PER_S, TrainingState
 from .step import BatchStep, Stepper
 from .update import add_scale, scale_facts
@@ -92,6 +93,7 @@ class Fit:
         self.float16 = self.prepared.dtype.name == "float16"  # then the loss is scaled
         self.on_nan = OnNan(self.run, self.observers)
         self.memory = Memory(self.run.display, self.observers)
+        self.samples = Samples.of(self.prepared)
 
     @property
     def trained(self) -> Trained:
@@ -108,6 +110,8 @@ class Fit:
         mx.random.seed(run.train.seed)
         self.parts = run.train.micro_batches
         checkpoint = self._resume()
+        if self.samples is not None:
+            self.samples.begin(self.state.batches, self.origin)
 
         mx.reset_peak_memory()
         optimizer = self._train_phases(checkpoint)
@@ -280,6 +284,7 @@ class Fit:
                 self.memory, self._early_stop_of(phase), partial(run.display.line, *_STOPPING)
             ),
             reports=reports,
+            samples=self.samples,
         )
 
     def _stepper_of(

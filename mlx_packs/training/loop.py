@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..adapters.trainable import Trainable
     from ..config.schema import TrainConfig
     from ..tasks.phases import RunPhase
+    from .samples import Samples
 
 
 class Due:
@@ -36,17 +37,19 @@ class Due:
         self._train = train
         self._validates = validates
         self._score = False  # whether a validation waits
-        self.report = self.validate = self.save = False
+        self.report = self.validate = self.sample = self.save = False
 
     @property
     def anything(self) -> bool:
-        return self.report or self.validate or self.save
+        return self.report or self.validate or self.sample or self.save
 
     def after(self, numbers: range, in_update: bool) -> None:
         """Decide it for the last batches; ``in_update``: whether their update waits for more."""
         train = self._train
         ends = numbers[-1] == train.iters
         self.report = ends or _has_multiple(numbers, train.steps_per_report)
+        if train.sample_every is not None:
+            self.sample = _has_multiple(numbers, train.sample_every)
         self.save = self.save or ends or _has_multiple(numbers, train.save_every)
 
         self._score = self._score or _has_multiple(numbers, train.steps_per_eval)
@@ -169,6 +172,7 @@ class Loop:
     guard: UpdateGuard
     watch: Watch
     reports: Reports
+    samples: "Samples | None" = None  # with --sample-every
     _in_flight: deque[_StartedBatch] = field(default_factory=deque, init=False)
     _read_at: float = field(default=0.0, init=False)  # when the last step was over
     _random: mx.array | None = field(default=None, init=False)  # state before the next step
@@ -255,6 +259,11 @@ class Loop:
             self.reports.window_done(self.state)
         if due.validate:
             due.save = self._validate() or due.save
+        if (
+            due.sample and self.samples is not None
+        ):  # before a checkpoint, so that a resumed run has them once
+            self.samples.take(self.state.batches)
+            self.trainable.model.train()
         if self.step.stepper.waiting:  # nothing ends between the batches of one update
             return None
 

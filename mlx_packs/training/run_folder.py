@@ -25,6 +25,7 @@ REPORT = "report.json"  # what the run reported at its end
 STATUS = "status.json"  # what the run is doing, and how it ended
 WAITING = "waiting.json"  # of a run that a queue will start
 LOG = "log.txt"  # what the process printed, if whoever started it keeps that
+SAMPLES = "samples.jsonl"
 RUN_FORMAT_VERSION = 1
 _RUN_FORMAT = "mlx_packs run "  # and the version
 # Settings that every run records; without one of them an older version wrote it.
@@ -151,7 +152,7 @@ class RunFolder:
         for folder in self.checkpoints():
             discard(folder, folder)
         had = ("not_finite.jsonl", "loss.png")  # runs of earlier versions
-        for name in (METRICS, REPORT, PAGE, *had):
+        for name in (METRICS, REPORT, PAGE, SAMPLES, *had):
             (self.path / name).unlink(missing_ok=True)
         for file in self.path.glob("reference-*.safetensors"):
             file.unlink()
@@ -178,11 +179,27 @@ class RunFolder:
 
     def metrics(self) -> list[dict]:
         """Return the lines of metrics.jsonl that are lines of a run; the file stays as it is."""
-        file = self.path / METRICS
+        return [line for line in self._lines(METRICS) if _is_of_metrics(line)]
+
+    def samples(self) -> list[dict]:
+        """Return the lines of samples.jsonl: batch, prompt, expected (or None) and answer."""
+        kinds = {"prompt": str, "answer": str, "expected": str | None}
+        return [
+            line
+            for line in self._lines(SAMPLES)
+            if all(isinstance(line.get(name, 0), kind) for name, kind in kinds.items())
+        ]
+
+    def _lines(self, name: str) -> Iterator[dict]:
+        """Yield the lines of a file that are of a batch; there may be no file."""
+        file = self.path / name
         if not file.is_file():
-            return []
-        texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line for line in map(_metrics_line, texts) if line]
+            return
+        for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                line = parse_json(text)
+                if isinstance(line, dict) and type(line.get("batch")) is int:
+                    yield line
 
     def _parsed_identity(self) -> dict:
         """Return the content of the identity file, with the required types."""
@@ -261,26 +278,17 @@ def _format_version(identity: object) -> int:
     return int(match[1])
 
 
-def _metrics_line(text: str) -> dict | None:
-    """Return a line of metrics.jsonl: numbers by name, and perhaps an event, or scores by phase."""
-    try:
-        line = parse_json(text)
-    except ValueError:
-        return None
-    if not isinstance(line, dict) or type(line.get("batch")) is not int:
-        return None
-
+def _is_of_metrics(line: Mapping) -> bool:
+    """Return whether a line has numbers by name, and perhaps an event, or scores by phase."""
     scores = line.get("held_out", {})
     if not isinstance(scores, dict) or not all(isinstance(s, dict) for s in scores.values()):
-        return None
+        return False
 
     values = {k: v for k, v in line.items() if k not in ("held_out", *_OF_EVENTS)}
     numbers = list(values.values())
     for score in scores.values():
         numbers += score.values()
-    if not all(type(number) in (int, float, NoneType) for number in numbers):
-        return None
-    return line
+    return all(type(number) in (int, float, NoneType) for number in numbers)
 
 
 @contextmanager

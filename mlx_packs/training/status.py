@@ -38,6 +38,7 @@ PHASES = {
     "data": "Reading the examples",
     "teacher": "Computing the teacher's predictions",
     "path": "Measuring the fastest path",
+    "samples": "Answering validation prompts",
     "train": "Training",
     "eval": "Evaluating the held-out examples",
     "gates": "Measuring the gates",

@@ -204,8 +204,8 @@ class EarlyStop:
 
 
 def check_validated(train: "TrainConfig", splits: "Splits") -> None:
-    """Raise a PackError if the best step is asked for, and there is nothing to find it by."""
-    named = train.changed(("load_best", "patience"))
+    """Raise a PackError for a setting that needs validation examples, if there are none."""
+    named = train.changed(("load_best", "patience", "sample_every"))
     if named and not len(splits.rows["valid"]):
         raise PackError(
             f"{flag_of(named[0])}: {splits.source} has no validation examples. Add some, or remove "
