@@ -41,14 +41,17 @@ class Samples:
     def of(cls, prepared: "PreparedRun") -> "Samples | None":
         """Return the samples of a run; None if it takes none."""
         run = prepared.run
-        base = prepared.base
-        if not prepared.task.followed:
+        prompts = prepared.task.followed
+        if run.train.sample_every is None:
             return None
-        if base.blocks_on_disk is not None:
-            text = "no samples are taken, since each token would read all of the base from the disk"
-            run.display.line("note", f"--sample-every: {text}")
-            return None
-        return cls(run.folder, base, prepared.task.followed, run.display)
+        if prompts and prepared.base.blocks_on_disk is None:
+            return cls(run.folder, prepared.base, prompts, run.display)
+
+        why = "each token would read all of the base from the disk"
+        if not prompts:  # of a task that an installed package adds
+            why = "this task has no prompts for them"
+        run.display.line("note", f"--sample-every: no samples are taken, since {why}")
+        return None
 
     def begin(self, batches: int, origin: PhaseReference) -> None:
         """Remove what is later than a checkpoint, and answer as ``origin`` for batch 0."""

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,6 +169,14 @@ def test_a_base_on_disk_takes_no_samples(small_folder, here):
     train_pack(small_folder, "d", LORA, train, "p", progress=display)
     assert not FILE.exists()
     assert [line for line in display.lines if "--sample-every: no samples" in line]
+
+
+def test_a_task_without_prompts_says_so():
+    display = Lines()
+    run = SimpleNamespace(train=TrainConfig(sample_every=1), display=display)
+    task = SimpleNamespace(followed=())
+    assert samples.Samples.of(SimpleNamespace(run=run, task=task)) is None
+    assert "no samples are taken, since this task" in display.lines[0]
 
 
 def test_lines_of_others_are_left_out(tmp_path):
