@@ -79,6 +79,9 @@ class PackError(click.ClickException):
         parts[::2] = [_FLAG.sub(_argument, part) for part in parts[::2]]
         return "`".join(parts)
 
+    def to_json(self) -> dict[str, Any]:
+        return {"error": {"code": self.code, "flag": self.flag, "message": self.message}}
+
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the error on one line, without the control characters of files."""
         with suppress(OSError):  # of a terminal that is closed

@@ -25,6 +25,7 @@ from ..errors import CRASHED, PackError, any_of, as_pack_error, did_you_mean, fl
 from ..terminal import echo, guard, guarded
 from .examples import epilog
 from .options import SETTINGS
+from .output import JSON, errors_in_json
 
 _NEAR = 0.75  # similarity of names, as of `difflib`
 # By section of `packs --help`: the module of each command.
@@ -101,14 +102,21 @@ class Commands(click.Group):
             with formatter.section(section):
                 formatter.write_dl(rows)
 
-    def make_context(self, *args, **settings) -> click.Context:
-        with user_errors():
-            return super().make_context(*args, **settings)
+    def make_context(
+        self, info_name: str | None, args: list[str], *others, **settings
+    ) -> click.Context:
+        # read here, since arguments that are wrong may keep a command from reading its --json
+        wants_json = {JSON: "--json" in args}
+        with errors_in_json(wants_json), user_errors():
+            context = super().make_context(info_name, args, *others, **settings)
+        context.meta.update(wants_json)
+        return context
 
     def invoke(self, ctx: click.Context) -> object:
         """Parse and run a command; a signal that ends it lets it clean up."""
-        with guarded(), first_rank_speaks(), user_errors(), signals.handled():
-            return super().invoke(ctx)
+        with guarded(), errors_in_json(ctx.meta), first_rank_speaks(), user_errors():
+            with signals.handled():
+                return super().invoke(ctx)
 
 
 @contextmanager

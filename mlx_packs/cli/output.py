@@ -4,12 +4,14 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ..errors import Interrupted, PackError
 from ..files import to_json
 from ..terminal import echo, printable, printable_text
 
@@ -19,6 +21,18 @@ JSON = "mlx_packs.json"  # in `click.Context.meta`
 def wants_json() -> bool:
     """Return whether the command that runs was called with --json."""
     return click.get_current_context().meta.get(JSON, False)
+
+
+@contextmanager
+def errors_in_json(meta: Mapping[str, Any]) -> Iterator[None]:
+    """Print an error to stdout, too, if ``meta`` of the context says that JSON is wanted."""
+    try:
+        yield
+    except PackError as error:
+        if meta.get(JSON) and not isinstance(error, Interrupted):
+            with suppress(OSError):  # of a pipe that is closed
+                echo(to_json(error.to_json()), end="")
+        raise
 
 
 def print_report(report: Mapping[str, Any], lines: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """The command group: exit codes and lines of errors, as a program and inside other programs."""
 
 import errno
+import json
 import os
 import runpy
 import shutil
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.output import print_report
+from mlx_packs.distributed.link import Launched
 from mlx_packs.errors import Interrupted, PackError
 from tests.helpers.errors import check
 
@@ -59,6 +61,48 @@ def test_error_is_one_line_and_an_exit_code(monkeypatch, group, name):
     failing(monkeypatch, error)
     command, before = group
     check_error(command, [*before, "inspect", "p"], exit_code, code)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_is_an_object_after_json(monkeypatch, group, name):
+    error, exit_code, code = ERRORS[name]
+    failing(monkeypatch, error)
+    command, before = group
+    result = CliRunner().invoke(command, [*before, "inspect", "p", "--json"])
+    assert result.exit_code == exit_code
+    assert result.stderr.startswith("packs: ") and result.stderr.count("\n") == 1
+    if exit_code == 130:
+        assert not result.stdout
+    else:
+        shown = json.loads(result.stdout)["error"]
+        message = shown.pop("message")
+        assert shown == {"code": code, "flag": None} and result.stderr == f"packs: {message}\n"
+
+
+def test_another_rank_prints_nothing_after_json(monkeypatch):
+    monkeypatch.setattr("mlx_packs.cli.main.launched", lambda: Launched(1, 2, "10.0.0.1", 1, 2))
+    failing(monkeypatch, PackError("x: is wrong.", "data"))
+    result = CliRunner().invoke(packs, ["inspect", "p", "--json"])
+    assert (result.exit_code, result.output) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "flag"),
+    [
+        ("trian --json", "unknown", "command"),
+        ("generate --prompt a --json --temp -1", "invalid", "temperature"),
+        ("generate --temp -1 --prompt a --json", "invalid", "temperature"),
+        ("generate --tmp 1 --json", "unknown", "tmp"),
+        ("--bogus --json", "unknown", "bogus"),
+    ],
+)
+def test_wrong_use_is_an_object_after_json(group, arguments, code, flag):
+    command, before = group
+    result = CliRunner().invoke(command, [*before, *arguments.split()])
+    shown = json.loads(result.stdout)["error"]
+    assert (result.exit_code, shown["code"], shown["flag"]) == (2, code, flag)
+    text = arguments.replace("--json", "")
+    assert CliRunner().invoke(command, [*before, *text.split()]).stdout == ""
 
 
 def test_wrong_use_is_one_line_and_2(group):
