@@ -80,6 +80,7 @@ class PackError(click.ClickException):
         return "`".join(parts)
 
     def to_json(self) -> dict[str, Any]:
+        """Return what `--json` prints in place of a report."""
         return {"error": {"code": self.code, "flag": self.flag, "message": self.message}}
 
     def show(self, file: IO[Any] | None = None) -> None:

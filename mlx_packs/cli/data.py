@@ -1,10 +1,11 @@
 """`packs data`: what a data set is, before an hour is spent on it."""
 
+import json
 import shlex
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,15 @@ from ..config.schema import TrainConfig
 from ..config.tasks import tasks_of
 from ..display import Display
 from ..errors import PackError, any_of, flag_of
+from ..terminal import echo
 from . import options
 from .options import option
 from .output import print_report, print_spans, wants_json
 
 if TYPE_CHECKING:
     from ..data.overview import Reader, SplitOverview
-    from ..data.rows import Splits
+    from ..data.rows import Rows, Splits
+    from ..tasks.phases import RunPhase
 
 _MOST_LABELS = 8  # in a line
 _BAR = 40  # characters of the longest bar of a histogram
@@ -47,6 +50,18 @@ _MASKED = 5  # examples of each phase of which `packs train --show-mask` shows t
 @options.setting("max_pixels", default=DataConfig.max_pixels, type=click.IntRange(0))
 @options.setting("allow_urls", default=False)
 @option("--samples", default=2, type=click.IntRange(0), help="Number of examples to show.")
+@option(
+    "--every-row",
+    is_flag=True,
+    help="Read splits of more than 50,000 examples wholly, not 50,000 examples in blocks. "
+    "Near-duplicates are searched in these blocks.",
+)
+@option(
+    "--bad-rows",
+    is_flag=True,
+    help="Print examples that cannot be used as soon as they are read, at most 200 of a split, to "
+    "standard error; with --json each is a line of JSON.",
+)
 @option("--out", metavar="DIR", help="Folder to write train, valid and test to, as JSONL files.")
 @options.overwrite
 @options.trust_remote_code
@@ -79,17 +94,18 @@ def data(
         raise PackError("--overwrite: applies to --out DIR only.", "conflict", "overwrite")
 
     loss_on = settings.pop("loss_on")
+    every_row = settings.pop("every_row")
+    on_bad = partial(print_bad, Display()) if settings.pop("bad_rows") else None
     train = TrainConfig(
         task=task or TrainConfig.task, max_seq_length=max_seq_length, loss_on=loss_on
     )
     columns = DataConfig(data=path, on_bad_row="skip", **settings)
     splits, readers = _readers(train, task, columns, model, trust_remote_code)
     looks = {}
-
     for split, reader in readers.items():
         with Display().working("data", f"reading {split}"):
             try:
-                looks[split] = look_at(splits.rows[split], reader)
+                looks[split] = look_at(splits.rows[split], reader, every_row, on_bad)
             except PackError as error:
                 if task is not None:
                     raise
@@ -97,12 +113,11 @@ def data(
 
     tokenizer = readers["train"].tokenizer
     notes = [*splits.notes, *row_notes(splits.rows, splits.format, columns)]
-    notes += template_notes(splits.rows["train"], splits.format, columns, tokenizer)
-
+    rows = splits.rows["train"]
+    notes += template_notes(rows, splits.format, columns, tokenizer)
     shown: list[dict] = []
-    if samples and readers["train"].has_targets:
-        with suppress(PackError):  # the overview says why none of these can be used
-            shown, _ = readers["train"].masked(splits.rows["train"][:samples])
+    if readers["train"].has_targets:
+        shown = readers["train"].shown(rows, range(min(samples, len(rows))))
     written = None if out is None else write_splits(splits, columns, Path(out), overwrite)
     report = {
         "data": path,
@@ -112,6 +127,7 @@ def data(
         "model": model,
         "max_seq_length": max_seq_length,
         "splits": {split: look.to_json() for split, look in looks.items()},
+        "samples": shown,
         "notes": notes,
         "out": out,
         "written": written,
@@ -130,6 +146,13 @@ def data(
     print_report(report, lines)
     if not wants_json():
         print_masked(shown)
+
+
+def print_bad(display: Display, bad: Mapping[str, Any]) -> None:
+    if wants_json():
+        echo(json.dumps(bad), err=True)
+    else:
+        display.line("bad", f"{bad['where']}: {bad['message']}")
 
 
 def _readers(
@@ -232,12 +255,9 @@ def _lines(split: str, look: "SplitOverview", model: str, max_seq_length: int) -
 
     if facts := _facts(split, look, max_seq_length):
         lines.append(f"{'':<8}{' · '.join(facts)}")
-    if look.bad:
-        first = look.bad.errors[0][1]
-        lines.append(
-            f"{'':<8}{len(look.bad):,} cannot be used: {shown_counts(look.bad.counts())}; "
-            f"the first is {first.message}"
-        )
+    if bad := look.bad_rows:
+        counts = f"{len(bad):,} cannot be used: {shown_counts(bad.counts())}"
+        lines.append(f"{'':<8}{counts}; the first is {bad.errors[0][1].message}")
 
     bins = look.histogram()
     widest = max(count for _, _, count in bins)
@@ -260,15 +280,15 @@ def _facts(split: str, look: "SplitOverview", max_seq_length: int) -> list[str]:
         elif look.dropped:
             outcome += f", {look.dropped:,} of them without any target left"
         facts.append(f"{look.cut:,} longer than {max_seq_length:,}, {outcome}")
-    if look.beyond:
+    if look.images_beyond:
         facts.append(
-            f"{look.beyond:,} have images beyond {max_seq_length:,}, which stop a run "
+            f"{look.images_beyond:,} have images beyond {max_seq_length:,}, which stop a run "
             "(--on-bad-row skip leaves them out)"
         )
     if look.learned is not None:
         facts.append(f"{100 * look.learned:.0f} % of the tokens are trained")
     if look.common:
-        share = look.common * look.looked_at / max(1, int(look.lengths.sum()))
+        share = look.common * len(look.lengths) / max(1, int(look.lengths.sum()))
         facts.append(
             f"{look.common} tokens begin every example, {share:.0%} of all: --share-prefix "
             "computes them once a batch"
@@ -281,16 +301,10 @@ def _facts(split: str, look: "SplitOverview", max_seq_length: int) -> list[str]:
     return facts
 
 
-def show_mask(recipe: Recipe, display: Display) -> None:
-    """Print the first training examples of each phase as `packs data` does."""
-    from ..bases.chat_template import reads_clock
-    from ..bases.tokenizer import with_template
-    from ..data.encoding import checked_format
-    from ..data.formats import own_formats
+def show_mask(recipe: Recipe, display: Display, numbers: Collection[int]) -> None:
+    """Print training examples of each phase as `packs data` does: by number, or the first."""
     from ..data.left_out import template_notes
-    from ..data.overview import Reader
     from ..tasks.phases import resolve_phases
-    from ..tasks.tokens import encoding_options
     from ..vision.tokenizer import tokenizer_of
 
     tokenizer, vocab_size = tokenizer_of(recipe.model, recipe.run.get("trust_remote_code", False))
@@ -298,43 +312,73 @@ def show_mask(recipe: Recipe, display: Display) -> None:
     shown = []
     losses = {}
     notes = {}
+    missing = set(numbers)
 
     for phase in phases:
-        splits = phase.load_rows()
-        rows = splits.rows["train"]
-        columns = phase.columns
-        tokenizer = with_template(tokenizer, columns.chat_template)
-        if columns.template_date is None and reads_clock(tokenizer):
-            columns = replace(columns, template_date=date.today().isoformat())
+        rows, reader = _mask_reader(phase, tokenizer, vocab_size)
+        chosen: Iterable[int] = range(min(_MASKED, len(rows)))
+        if numbers:
+            chosen = rows.numbered(numbers)
+            missing -= {*chosen.values()}
+        shown += reader.shown(rows, chosen)
+        losses[reader.loss_on] = None
+        of_phase = template_notes(rows, reader.format, reader.columns, reader.tokenizer)
+        notes |= dict.fromkeys(of_phase)
 
-        row_format = splits.format
-        if TASKS[phase.train.task].sequences == 2:  # rows may have other columns too
-            (row_format,) = own_formats(phase.train.task)
-        else:
-            checked_format(rows, columns, row_format)
-
-        options = encoding_options(phase.train, "train", row_format, vocab_size)
-        masks, loss_on = Reader(row_format, columns, tokenizer, options).masked(rows[:_MASKED])
-        shown += masks
-        losses[loss_on] = None
-        notes |= dict.fromkeys(template_notes(rows, row_format, columns, tokenizer))
+    if numbers and not shown:
+        fault = "no training example has this number (a line may be blank or held out)."
+        raise PackError(f"--rows {min(numbers)}: {fault}", "not-found", "rows")
 
     loss_on = ", ".join(losses)
     if any(phase.train.task in tasks_of("loss_on") for phase in phases):
         loss_on += "; --loss-on all, completion or assistant"
     if wants_json():
-        print_report({"loss_on": loss_on, "examples": shown}, [])
+        print_report({"loss_on": loss_on, "examples": shown, "missing": sorted(missing)}, [])
         return
 
     print_masked(shown)
     display.line("mask", f"loss on {loss_on}")
+    if missing:
+        display.line("data", f"no training examples: {', '.join(map(str, sorted(missing)))}")
     for note in notes:
         display.line("data", note)
 
 
+def _mask_reader(phase: "RunPhase", tokenizer: Any, vocab_size: int) -> tuple["Rows", "Reader"]:
+    """Return the training rows of a phase, and what reads them as its run does."""
+    from ..bases.chat_template import reads_clock
+    from ..bases.tokenizer import with_template
+    from ..data.encoding import checked_format
+    from ..data.formats import formats_of, own_formats
+    from ..data.overview import Reader
+    from ..data.rows import load_rows
+    from ..tasks.tokens import encoding_options
+
+    train = phase.train
+    columns = replace(phase.columns, on_bad_row="skip")
+    splits = load_rows(columns, formats_of(train.task))
+    rows = splits.rows["train"]
+    tokenizer = with_template(tokenizer, columns.chat_template)
+    if columns.template_date is None and reads_clock(tokenizer):
+        columns = replace(columns, template_date=date.today().isoformat())
+
+    row_format = splits.format
+    if TASKS[train.task].sequences == 2:  # rows may have other columns too
+        (row_format,) = own_formats(train.task)
+    else:
+        checked_format(rows, columns, row_format)
+
+    options = encoding_options(train, "train", row_format, vocab_size)
+    return rows, Reader(row_format, columns, tokenizer, options)
+
+
 def print_masked(masked: list[dict]) -> None:
-    """Print examples as `masked` returns them; targets are green, or between ⟦ and ⟧."""
+    """Print examples as `Reader.shown` returns them; targets are green, or between ⟦ and ⟧."""
     for example in masked:
+        if "reason" in example:
+            print_spans(f"{example['where']}: {example['message']}", [(example["text"], False)])
+            continue
+
         targets = f"{example['learned']} of {example['total']} tokens are trained on"
         spans = [(span["text"], span["learned"]) for span in example["spans"]]
         print_spans(f"{example['where']}: {targets}", spans)

@@ -18,6 +18,7 @@ from .. import signals
 from ..config.choices import TASKS
 from ..config.recipe import Recipe, RunOptions, base_defaults
 from ..config.schema import TrainConfig
+from ..config.values import typed_value
 from ..display import NORMAL, QUIET, VERBOSE, Display
 from ..errors import PackError, RunStopped, errors_of
 from ..gates import failures
@@ -102,6 +103,13 @@ def _default_text(name: str, *task: str) -> str:
     help="Show which tokens of the first examples are trained on, and exit.",
 )
 @option(
+    "--rows",
+    section="Model and data",
+    metavar="N,N",
+    help="Examples that --show-mask shows instead, by their numbers in messages: 17 of "
+    "train.jsonl:17.",
+)
+@option(
     "--hosts",
     section="Several machines",
     metavar="FILE",
@@ -121,6 +129,7 @@ def train(
     configs: tuple[str, ...],
     force: bool,
     show_mask: bool,
+    rows: str | None,
     verbose: bool,
     quiet: bool,
     **flags,
@@ -165,8 +174,11 @@ def train(
 
         from .data import show_mask
 
-        show_mask(recipe, display)
+        numbers = typed_value(rows or (), tuple[int, ...], "rows")
+        show_mask(recipe, display, numbers)
         return
+    if rows is not None:
+        raise PackError("--rows: applies to --show-mask only.", "conflict", "rows")
 
     if hosts is not None and launched() is None:
         _launch_on(hosts, recipe)

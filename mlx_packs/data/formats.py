@@ -96,8 +96,11 @@ def with_task(error: PackError, row: Row, names: DataConfig) -> PackError:
     if not tasks:
         return error
 
-    advice = f"Its other columns are for --task {any_of(tasks)}."
-    return PackError(f"{error.message} {advice}", error.code, "task")
+    advice = f" Its other columns are for --task {any_of(tasks)}."
+    error.message += advice
+    error.text += advice
+    error.flag = "task"
+    return error
 
 
 def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> RowFormat:

@@ -67,7 +67,8 @@ def parse_json(where: str, content: bytes) -> Any:
             where = f"{where}:{error.lineno}"
         line = text.split("\n")[error.lineno - 1]
         shown = line[:60] + "…" if len(line) >= 60 else line
-        fault = f"is not valid JSON ({error.msg} at column {error.colno}). Shown: {shown.strip()}"
+        reason = error.msg.removesuffix(" at")
+        fault = f"is not valid JSON ({reason} at column {error.colno}). Shown: {shown.strip()}"
         raise RowError(where, fault, "not JSON", "unreadable") from None
     except ValueError:  # Python's limit for turning text into integers
         fault = "an integer has more than 4300 digits. Write it as a text."
@@ -171,6 +172,12 @@ class JsonLines(Source):
         blanks = self._rows_before_blanks
         before = np.searchsorted(blanks, i, "right") if len(blanks) else 0
         return f"{self._place}:{i + 1 + before}"
+
+    def text(self, i: int, most: int) -> str:
+        with self.file.open("rb") as f:
+            f.seek(int(self._starts[i]))
+            line = f.read(min(4 * most, int(self._starts[i + 1] - self._starts[i])))
+        return line.removeprefix(BOM).decode(errors="replace").strip()[:most]
 
     def nbytes(self) -> int:
         return int(self._starts[-1] - self._starts[0])

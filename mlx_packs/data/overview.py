@@ -1,10 +1,12 @@
 """The overview of a data set by split: what its rows become for a task, and near-copies."""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from contextvars import copy_context
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import numpy as np
 from ..config.data import DataConfig
 from ..errors import PackError
 from ..files import atomic_folder
+from ..terminal import printable
 from .encoding import EncodingOptions
-from .formats import PREFERENCE, PROMPT, Row, RowFormat, TokenFormat
+from .formats import PREFERENCE, PROMPT, Row, RowFormat, TokenFormat, check_format
 from .images import images_key, stored_text
 from .labelled import NO_LIMIT, encode_labelled
 from .labels import REGRESSION, Classes
@@ -23,13 +26,15 @@ from .pairs import encode_pairs
 from .preferences import encode_tokens
 from .prompts import encode_prompts
 from .rankings import INSTRUCTION, RerankPrompt, encode_rankings
-from .row_format import BadRows, RowError
-from .rows import Splits, held_out
+from .row_format import LEFT_OUT, BadRows, RowError
+from .rows import Splits, below, held_out
 from .sources import Rows, as_rows
 from .task_formats import RATED, PairFormat, RankingFormat
-from .token_store import masked
+from .token_store import Example, masked
 from .trees import common_inputs
 
+_MOST_LISTED = 200  # bad rows of a split
+_SHOWN = 200  # characters of a bad row
 _SAMPLED = 400  # rows that are compared for near-copies
 _SHORTEST = 16  # upper edge of the first bin of a histogram that has texts with something in them
 
@@ -39,15 +44,16 @@ class SplitOverview:
     """What the rows of a split become for a task."""
 
     lengths: np.ndarray  # of examples before they are cut, [N]
-    bad: BadRows  # rows that cannot be used
+    bad_rows: BadRows  # that cannot be used
     cut: int = 0  # examples that are longer than the maximum
     dropped: int = 0  # of these, examples that are left out
-    beyond: int = 0  # rows that have images beyond the maximum, which are not cut
+    images_beyond: int = 0  # rows that have images beyond the maximum, which are not cut
     learned: float | None = None  # share of the tokens that the loss is on; None without one
     common: int = 0  # tokens that every example begins with; 0 if fewer than 16
     labels: Mapping[str, int] = field(default_factory=dict)  # and how many rows have each
     rows: int = 0
     looked_at: int = 0  # rows that all facts above are about
+    bad: Sequence[dict] = ()  # the first bad rows, as of `Reader.bad_row`
     near_copies: int = 0  # sampled rows of which another row of the split is a near-copy
     sampled: int = 0
 
@@ -68,20 +74,11 @@ class SplitOverview:
         return [(low + 1, high, count) for low, high, count in bins][first:]
 
     def to_json(self) -> dict:
-        return {
-            "rows": self.rows,
-            "looked_at": self.looked_at,
+        facts = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return facts | {
             "lengths": self.quantiles(),
-            "histogram": [list(each) for each in self.histogram()],
-            "cut": self.cut,
-            "dropped": self.dropped,
-            "images_beyond": self.beyond,
-            "learned": self.learned,
-            "common": self.common,
-            "labels": dict(self.labels),
-            "bad_rows": self.bad.counts(),
-            "near_copies": self.near_copies,
-            "sampled": self.sampled,
+            "histogram": self.histogram(),
+            "bad_rows": self.bad_rows.counts(),
         }
 
 
@@ -113,10 +110,45 @@ class Reader:
             return False
         return isinstance(self.format, TokenFormat) or self.format is PREFERENCE
 
-    def masked(self, rows: Rows) -> tuple[list[dict], str]:
-        """Return rows in spans of text that are targets or not, and what the loss is on."""
-        examples = encode_tokens(rows, self.tokenizer, self.columns, self.options, self.format)
-        return [masked(example, self.tokenizer) for example in examples.items], examples.loss_on
+    @property
+    def loss_on(self) -> str:
+        if not isinstance(self.format, TokenFormat) or self.format is RATED:
+            return "completion"
+        return self.format.resolve_loss_on(self.options.loss_on)
+
+    def shown(self, rows: Rows, indices: Iterable[int]) -> list[dict]:
+        """Return the examples of rows as `masked` does, and of a bad row its `bad_row`."""
+        shown: list[dict] = []
+        for i in indices:
+            try:
+                shown += [masked(example, self.tokenizer) for example in self._examples(rows, i)]
+            except RowError as error:
+                shown.append(self.bad_row(rows, i, error))
+        return [each | {"where": below(self.columns.data, each["where"])} for each in shown]
+
+    def _examples(self, rows: Rows, i: int) -> Sequence[Example]:
+        """Return the examples of a row, or raise its RowError."""
+        columns = replace(self.columns, on_bad_row="stop")
+        if isinstance(self.format, TokenFormat) and self.format is not RATED:
+            check_format(rows[i], self.format, rows.where(0), columns)
+
+        row = rows[i : i + 1]
+        items = encode_tokens(row, self.tokenizer, columns, self.options, self.format).items
+        if self.format is RATED:
+            return [items[0]]  # the other one has the completion of another row
+        return items
+
+    def bad_row(self, rows: Rows, i: int, error: RowError) -> dict:
+        """Return the place of a bad row, its line in a file of lines, its error and its text."""
+        where = below(self.columns.data, rows.where(i))
+        line = re.search(r":(\d+)$", where)
+        return {
+            "where": where,
+            "line": line and int(line[1]),
+            "reason": error.reason,
+            "message": error.text,
+            "text": printable(rows.text(i, _SHOWN)),
+        }
 
     def overview(self, rows: Rows) -> SplitOverview:
         if self.classes is not None:
@@ -154,7 +186,7 @@ class Reader:
             examples.bad,
             cut=len(cut),
             dropped=sum(not examples.items[i].target[: self.limit].any() for i in cut),
-            beyond=int(sum(examples.items[i].tokens[self.limit :].min() < 0 for i in cut)),
+            images_beyond=int(sum(examples.items[i].tokens[self.limit :].min() < 0 for i in cut)),
             learned=examples.targets / max(1, int(examples.lengths.sum())),
             common=common_inputs(examples.items),
             labels=labels,
@@ -191,22 +223,44 @@ def _counted(labels: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(labels).items()))
 
 
-def look_at(rows: Sequence[Row], reader: Reader) -> SplitOverview:
+def look_at(
+    rows: Sequence[Row],
+    reader: Reader,
+    every_row: bool = False,
+    on_bad: Callable[[dict], object] | None = None,
+) -> SplitOverview:
     """Return the overview of a split; from more than 50,000 rows, blocks of that many are read.
 
-    Rows that cannot be used must not stop (``columns.on_bad_row``); if no row can, a PackError.
+    With ``every_row`` these blocks are only searched for near-copies. ``on_bad`` is called with
+    `Reader.bad_row` of each of the first 200 bad rows, once it is read. Such rows must not stop
+    (``columns.on_bad_row``); if no row can be used, a PackError.
     """
     rows = as_rows(rows)
-    looked_at = rows.select(compared_indices(len(rows), MOST_COMPARED))
-    sample = sampled(len(rows), _SAMPLED)
+    looked_at = rows
+    if not every_row:
+        looked_at = rows.select(compared_indices(len(rows), MOST_COMPARED))
 
+    listed: dict[int, dict] = {}
+
+    def seen(i: int, error: RowError) -> None:
+        if len(listed) < _MOST_LISTED:
+            listed[i] = reader.bad_row(looked_at, i, error)
+            if on_bad:
+                on_bad(listed[i])
+
+    context = copy_context()
+    context.run(LEFT_OUT.set, seen)
+    overview = context.run(reader.overview, looked_at)
+
+    sample = sampled(len(rows), _SAMPLED)
     near = NearCopies({i: rows[i] for i in sorted(sample)}, reader.format, reader.columns)
     repeated = sum(bool(set(others) - {i}) for i, others in near.in_rows(rows).items())
 
     return replace(
-        reader.overview(looked_at),
+        overview,
         rows=len(rows),
         looked_at=len(looked_at),
+        bad=[listed[i] for i in sorted(listed)],
         near_copies=repeated,
         sampled=len(sample),
     )

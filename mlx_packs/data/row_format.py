@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
@@ -48,6 +49,10 @@ class RowError(PackError):
         self.reason = reason
 
 
+# Is called with number and error of each row as soon as it is left out.
+LEFT_OUT: ContextVar[Callable[[int, RowError], object]] = ContextVar("", default=lambda *_: None)
+
+
 @dataclass
 class BadRows:
     """The rows of a split that cannot be used, in their order."""
@@ -66,7 +71,10 @@ class BadRows:
         if self.stops:
             raise error
         error.__traceback__ = None  # of a million rows the frames would stay
-        self._errors.setdefault(example // self.per_row, error)
+        row = example // self.per_row
+        if row not in self._errors:
+            self._errors[row] = error
+            LEFT_OUT.get()(row, error)
 
     def usable(self, rows: Iterable[R], read: Callable[[R], T]) -> Iterator[tuple[int, R, T]]:
         """Yield the number of each row, the row, and what ``read`` returns for it.
@@ -118,9 +126,9 @@ class BadRows:
             self.add(example, RowError(where(example), fault, reason, code, flag))
 
 
-def all_too_long(where: str, fault: str) -> PackError:
+def all_too_long(where: str, fault: str) -> RowError:
     """Return the error of a split in which no example ``fault``."""
-    return PackError(f"no example {fault}", "data", "max_seq_length", where)
+    return RowError(where, f"no example {fault}", "no target", flag="max_seq_length")
 
 
 def shown_counts(counts: Mapping[str, int]) -> str:
@@ -227,8 +235,7 @@ class RowFormat:
 
 
 def _named_columns(columns: Sequence[str], names: DataConfig) -> tuple[str, ...]:
-    settings = {name: getattr(names, name) for name in COLUMN_SETTINGS}
-    return tuple(settings.get(column, column) for column in columns)
+    return tuple(getattr(names, each) if each in COLUMN_SETTINGS else each for each in columns)
 
 
 def check_unicode(row: Row, text: str) -> None:

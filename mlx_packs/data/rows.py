@@ -115,12 +115,23 @@ def load_rows(config: DataConfig, formats: Sequence[RowFormat] = FORMATS) -> Spl
     return splits
 
 
+def _path_of(data: str) -> Path:
+    return tiny_path() if data == "tiny" else Path(data).expanduser()
+
+
+def below(data: str, where: str) -> str:
+    """Return the place of a row without the folder of the data set, or of its file."""
+    path = _path_of(data)
+    folder = path if path.is_dir() else path.parent
+    return where.removeprefix(f"{folder}/")
+
+
 def _local_or_hub(data: str) -> tuple[dict[str, Rows], list[str]]:
     """Return the rows of each split, and notes; all rows of a single file are for training."""
     if isinstance(data, InMemoryRows):
         return dict(data.splits), []
 
-    path = tiny_path() if data == "tiny" else Path(data).expanduser()
+    path = _path_of(data)
     if data == IN_MEMORY and not path.exists():
         raise PackError(
             "--data: these rows were in the memory of another process. Give the same rows to "

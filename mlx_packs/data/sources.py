@@ -4,8 +4,9 @@ import bisect
 import hashlib
 import itertools
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,11 @@ class Source(ABC):
     @abstractmethod
     def where(self, i: int) -> str:
         """Return the place of a row, as messages name it; nothing is read."""
+
+    def text(self, i: int, most: int) -> str:
+        """Return the first ``most`` characters of a row, by default as JSON."""
+        (row,) = self.read(i, i + 1)
+        return json.dumps(row.value, ensure_ascii=False, default=str)[:most]
 
     def nbytes(self) -> int:
         """Return about how many bytes of text the rows have, by default from a hundred of them."""
@@ -127,6 +133,15 @@ class Rows(Sequence[Row]):
     def where(self, i: int) -> str:
         source, number = _located(self._edges, self.indices[i])
         return self.sources[source].where(number)
+
+    def text(self, i: int, most: int) -> str:
+        source, number = _located(self._edges, self.indices[i])
+        return self.sources[source].text(number, most)
+
+    def numbered(self, numbers: Collection[int]) -> dict[int, int]:
+        """Return rows by index whose places have some numbers: 17 of ``train.jsonl:17``."""
+        places = ((i, re.search(r"[:\[](\d+)\]?$", self.where(i))) for i in range(len(self)))
+        return {i: int(place[1]) for i, place in places if place and int(place[1]) in numbers}
 
     def nbytes(self) -> int:
         total = sum(source.nbytes() for source in self.sources)

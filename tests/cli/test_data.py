@@ -1,11 +1,22 @@
 """`packs data`: what a data set is, and the splits that it writes."""
 
+import itertools
 import json
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig
+from mlx_packs.cli.data import _readers
 from mlx_packs.config.schema import DataConfig
+from mlx_packs.data import json_lines, overview
+from mlx_packs.data.overview import look_at
 from mlx_packs.data.rows import load_rows
 from tests.helpers.bases import small_base
 from tests.helpers.errors import check
@@ -64,6 +75,210 @@ def test_what_every_example_begins_with_is_shown(here, run, report_of):
     assert common >= 16
     shown = run("data", "d", "--samples", 0)[1]
     assert shown.count(f"{common} tokens begin every example, ") == 2
+
+
+def test_the_share_of_a_common_beginning_leaves_out_bad_rows(here, run):
+    row = chat("Say it " * 9, "b")
+    write_rows(here / "d", train=[row] * 3 + [{"messages": 5}] * 9, valid=[row])
+    out = run("data", "d", "--samples", 0)[1]
+    longest = int(re.search(r"longest (\d+)", out)[1])
+    assert f"{longest - 1} tokens begin every example, {(longest - 1) / longest:.0%} of all" in out
+
+
+def write_bad(folder: Path) -> None:
+    """Rows of which those in lines 3, 5 and 6 are bad; line 2 is blank."""
+    good = json.dumps(chat("a", "b"))
+    lines = [good, "", '{"messages": [{"role": "us', good, '{"words": "\x9bc"}', '{"messages": 5}']
+    (folder / "d").mkdir()
+    for split in ("train", "valid"):
+        (folder / "d" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+BAD = [(3, "not JSON"), (5, "missing columns"), (6, "wrong type")]
+
+
+def test_bad_rows_are_listed_with_line_reason_and_text(here, run):
+    write_bad(here)
+    code, out, err = run("data", here / "d", "--json", "--bad-rows")
+    listed = [bad for split in json.loads(out)["splits"].values() for bad in split["bad"]]
+    assert code == 0 and [json.loads(line) for line in err.splitlines()] == listed
+    for split, bad in (("train", listed[:3]), ("valid", listed[3:])):
+        assert [(each["line"], each["reason"]) for each in bad] == BAD
+        assert [each["where"] for each in bad] == [f"{split}.jsonl:{line}" for line, _ in BAD]
+    assert [bad["text"] for bad in listed[:3]] == [
+        '{"messages": [{"role": "us',
+        '{"words": "?c"}',
+        '{"messages": 5}',
+    ]
+    assert "column 24" in listed[0]["message"] and "words" in listed[1]["message"]
+    assert str(here) not in str(listed)
+
+    err = run("data", "d", "--bad-rows", "--samples", 0)[2]
+    assert [line.partition(": ")[0] for line in err.splitlines()] == [
+        f"bad     {split}.jsonl:{line}" for split in ("train", "valid") for line, _ in BAD
+    ]
+    assert run("data", "d", "--samples", 0)[2] == ""
+
+
+def test_the_first_bad_rows_are_listed_and_all_are_counted(here, report_of, monkeypatch):
+    monkeypatch.setattr(overview, "_MOST_LISTED", 2)
+    write_bad(here)
+    train = report_of("d")["splits"]["train"]
+    assert [bad["line"] for bad in train["bad"]] == [3, 5]
+    assert sum(train["bad_rows"].values()) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "bad"),
+    [
+        (
+            "q.csv",
+            'sentence1,sentence2,score\n"a\nb",c,1\nd,e,high\nf,g,0.5\n',
+            ("q.csv:4", 4, "wrong type", '{"sentence1": "d", "sentence2": "e", "score": "high"}'),
+        ),
+        (
+            "q.json",
+            json.dumps([{"text": "a b"}, {"text": 5}, {"text": "e"}]),
+            ("q.json[1]", None, "wrong type", '{"text": 5}'),
+        ),
+    ],
+)
+def test_bad_rows_of_other_files_are_listed(here, report_of, name, content, bad):
+    (here / name).write_text(content)
+    (listed,) = report_of(name, "--hold-out", "last")["splits"]["train"]["bad"]
+    assert tuple(listed[key] for key in ("where", "line", "reason", "text")) == bad
+
+
+def test_bad_rows_are_told_while_others_are_read(here, monkeypatch):
+    rows = [chat(f"Say {i}.", "Yes.") for i in range(3000)]
+    write_rows(here / "d", train=[rows[0], {"text": "x"}, *rows], valid=rows[:1])
+    read = []
+    parse = json_lines.parse_line
+    monkeypatch.setattr(json_lines, "parse_line", lambda *args: read.append(1) or parse(*args))
+
+    columns = DataConfig(data="d", on_bad_row="skip")
+    splits, readers = _readers(TrainConfig(), None, columns, "tiny", False)
+    told = []
+    look_at(splits.rows["train"], readers["train"], on_bad=lambda bad: told.append(len(read)))
+    assert len(told) == 1 and told[0] < 500
+
+
+def test_every_row_is_read_where_that_is_asked(here, report_of, monkeypatch):
+    monkeypatch.setattr(overview, "MOST_COMPARED", 100)
+    rows = [chat(f"Say {i}.", "Yes.") for i in range(300)]
+    bad = [{"text": str(i)} for i in range(60)]
+    mixed = [row for i in range(60) for row in (*rows[5 * i : 5 * i + 5], bad[i])]
+    write_rows(here / "d", train=mixed, valid=rows[:2])
+    few = report_of("d")["splits"]["train"]
+    every = report_of("d", "--every-row")["splits"]["train"]
+    assert (few["rows"], few["looked_at"]) == (360, 100) and len(few["bad"]) < 60
+    assert (every["rows"], every["looked_at"]) == (360, 360)
+    assert [bad["line"] for bad in every["bad"]] == [6 * i for i in range(1, 61)]
+
+
+@pytest.mark.slow
+def test_bad_rows_of_100_000_are_found_in_a_minute(here):
+    """Of two cores: twice as many seconds of CPU time, with those of the tokenizer's process."""
+    words = [
+        f"{a}{b}" for a in ("ba", "ce", "di", "fo", "gu") for b in ("ran", "sel", "tin", "mok")
+    ]
+    rng = random.Random(0)
+    lines = [
+        json.dumps(chat(" ".join(rng.choices(words, k=25)), "yes " * 20)) for _ in range(10**5)
+    ]
+    bad = sorted(rng.sample(range(10**5), 37))
+    for number, kind in zip(
+        bad, itertools.cycle((lines[0][:90], '{"words": 5}', "[]")), strict=False
+    ):
+        lines[number] = kind
+    (here / "big.jsonl").write_text("\n".join(lines) + "\n")
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.monotonic()
+    command = [sys.executable, "-m", "mlx_packs", "data", "big.jsonl", "--every-row", "--bad-rows"]
+    with subprocess.Popen(
+        [*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        first = json.loads(run.stderr.readline())
+        until_first = time.monotonic() - start
+        report = json.loads(run.communicate()[0])
+
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(
+        f"first after {until_first:.1f} s, all after {time.monotonic() - start:.1f}, CPU {cpu:.1f}"
+    )
+    listed = [each for split in report["splits"].values() for each in split["bad"]]
+    assert sorted(each["line"] for each in listed) == [number + 1 for number in bad]
+    assert first in listed and cpu < 120
+
+
+def test_samples_are_those_of_show_mask(here, run, report_of):
+    write_bad(here)
+    samples = report_of("d", "--samples", 2)["samples"]
+    mask = ("train", "--data", here / "d", "--show-mask", "--json")
+    shown = json.loads(run(*mask, "--rows", "1,3")[1])["examples"]
+    assert samples == shown and [each["where"] for each in shown] == [
+        "train.jsonl:1",
+        "train.jsonl:3",
+    ]
+    assert report_of("d", "--samples", 0)["samples"] == []
+
+
+def test_show_mask_shows_chosen_rows_and_says_why_others_are_bad(here, run):
+    write_bad(here)
+    mask = ("train", "--data", here / "d", "--show-mask")
+    shown = json.loads(run(*mask, "--json")[1])
+    assert [each["where"].rpartition(":")[2] for each in shown["examples"]] == list("13456")
+    assert [each.get("reason") for each in shown["examples"]] == [
+        *(None, "not JSON", None),
+        *("missing columns", "wrong type"),
+    ]
+
+    shown = json.loads(run(*mask, "--rows", "6,4,2", "--json")[1])
+    assert [each["where"] for each in shown["examples"]] == ["train.jsonl:4", "train.jsonl:6"]
+    assert shown["missing"] == [2]
+    code, out, err = run(*mask, "--rows", "2,6")
+    assert code == 0 and out.startswith("train.jsonl:6: 'messages' must be a list")
+    assert "no training examples: 2" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (("--rows", "1"), "conflict"),
+        (("--show-mask", "--rows", "1,x"), "invalid"),
+        (("--show-mask", "--rows", "2,99"), "not-found"),
+    ],
+)
+def test_rows_that_cannot_be_shown_are_one_line(here, rejected, flags, code):
+    write_bad(here)
+    check(rejected("train", "--data", here / "d", *flags), code, "rows")
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "bad", "examples"),
+    [
+        ("kto", {"completion": "yes", "label": True}, {"completion": "no", "label": "?"}, 1),
+        ("dpo", {"chosen": "yes", "rejected": "no"}, {"chosen": "a", "rejected": "a"}, 2),
+    ],
+)
+def test_bad_preferences_are_shown_between_others(here, run, task, row, bad, examples):
+    """A rated row has one example: its prompt with another row's completion is not trained on."""
+    rows = [{"prompt": "a", **each} for each in (row, bad, row)]
+    write_rows(here / "d", train=rows, valid=rows[:1])
+    shown = run("train", "--data", "d", "--task", task, "--show-mask", "--json")[1]
+    places = [each["where"] for each in json.loads(shown)["examples"]]
+    assert places == [f"train.jsonl:{i}" for i in [1] * examples + [2] + [3] * examples]
+
+
+def test_a_row_that_is_too_long_for_a_target_is_shown_as_bad(here, run):
+    rows = [chat("long " * 60, "Yes."), chat("a", "b")]
+    write_rows(here / "d", train=rows, valid=rows)
+    mask = ("train", "--data", "d", "--show-mask", "--max-seq-length", 40, "--json")
+    first, second = json.loads(run(*mask)[1])["examples"]
+    assert (first["where"], first["reason"]) == ("train.jsonl:1", "no target")
+    assert "spans" in second
 
 
 def test_splits_are_written_and_train_alike(here, run):

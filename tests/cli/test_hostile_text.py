@@ -52,9 +52,10 @@ def test_rows_and_templates_cannot_steer_the_terminal(here, run, json_flag):
     (base / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     (base / "chat_template.jinja").write_text(template, encoding="utf-8")
 
-    write_rows(here / HOSTILE, train=[chat(HOSTILE, "b")] * 4)
+    write_rows(here, **{HOSTILE: [chat(HOSTILE, "b")] * 4})
 
-    command = ("train", "--model", "base", "--data", here / HOSTILE, "--show-mask", *json_flag)
+    data = here / f"{HOSTILE}.jsonl"
+    command = ("train", "--model", "base", "--data", data, "--show-mask", *json_flag)
     code, out, err = run(*command)
     assert code == 0, err
     check_safe(out, err)
