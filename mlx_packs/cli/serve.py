@@ -176,7 +176,7 @@ def serve(
     The model of a request names the pack, or is base for the base model without one.
     Requests for different packs are computed in one batch. A page to try them is at /.
     """
-    _check_installed()
+    check_installed("serve")
 
     source_of = click.get_current_context().get_parameter_source
     default = click.core.ParameterSource.DEFAULT
@@ -191,7 +191,7 @@ def serve(
         )
 
     with ExitStack() as stack:
-        listening = stack.enter_context(_listen(host, port))
+        listening = stack.enter_context(listen(host, port))
         if settings["train"] is not None:
             stack.enter_context(_locked("train", settings["train"], "server"))
         named = _named(packs)
@@ -269,15 +269,16 @@ def _locked(setting: str, folder: str, file: str) -> AbstractContextManager[None
     return exclusive_writer(path / file, f"{flag_of(setting)} {folder}: {busy}")
 
 
-def _check_installed() -> None:
+def check_installed(command: str) -> None:
+    """Raise a PackError if what a server needs is not installed."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise PackError(
-            f"serve: {missing[0]} is not installed. Run `pip install 'mlx-packs[serve]'`.",
+            f"{command}: {missing[0]} is not installed. Run `pip install 'mlx-packs[serve]'`.",
             "dependency",
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens, before anything is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

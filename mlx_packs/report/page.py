@@ -62,12 +62,15 @@ class Chart:
 
 
 @cache
-def environment() -> "Environment":
-    """Return the template engine, which escapes every text."""
+def environment(*folders: Path) -> "Environment":
+    """Return the template engine, which escapes every text.
+
+    Templates of ``folders`` may include those of this package.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=FileSystemLoader([*folders, Path(__file__).parent / "templates"]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

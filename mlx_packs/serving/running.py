@@ -13,10 +13,10 @@ from starlette.applications import Starlette
 
 from .. import signals
 from .http import HEADER_BYTES, BoundedHeaders
-from .worker import Worker
 
 if TYPE_CHECKING:
     from .train.service import TrainingService
+    from .worker import Worker
 
 
 def config_of(app: Starlette, **options: Any) -> uvicorn.Config:
@@ -32,7 +32,7 @@ def config_of(app: Starlette, **options: Any) -> uvicorn.Config:
 
 def run(
     app: Starlette,
-    worker: Worker,
+    worker: "Worker",
     training: "TrainingService | None",
     grace: float,
     listening: socket.socket,
@@ -49,10 +49,10 @@ def run(
     server = uvicorn.Server(config)
     shutdown = partial(_end, worker, training, grace, server.shutdown)
     server.shutdown = shutdown  # type: ignore[method-assign]
-    _run_until_signalled(server, listening)
+    run_until_signalled(server, listening)
 
 
-def _run_until_signalled(server: uvicorn.Server, listening: socket.socket) -> None:
+def run_until_signalled(server: uvicorn.Server, listening: socket.socket) -> None:
     """Serve; the first signal lets the server end in order, and is raised then."""
     caught: list[int] = []
 
@@ -69,7 +69,7 @@ def _run_until_signalled(server: uvicorn.Server, listening: socket.socket) -> No
 
 
 async def _end(
-    worker: Worker,
+    worker: "Worker",
     training: "TrainingService | None",
     grace: float,
     shutdown: Callable[..., Awaitable[None]],

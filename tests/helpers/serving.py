@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.app import Server, make_app
@@ -42,37 +43,18 @@ class PromptServer(uvicorn.Server):
         self.servers[0].get_loop().call_soon_threadsafe(self._told.set)
 
 
-class Running:
-    """A server over a worker, on a free port of this machine; ends on leaving.
+class RunningApp:
+    """A server of an application, on a free port of this machine; ends on leaving."""
 
-    ``training`` makes its training service from the settings; ``learning`` has rated answers.
-    """
-
-    def __init__(
-        self,
-        worker,
-        folder: Path | None = None,
-        training=None,
-        learning: LearningFolder | None = None,
-        **settings,
-    ) -> None:
-        self.worker, self.settings = worker, ServerSettings(**settings)
-        self.library = Library(worker, folder)
-        self.training = training and training(self.settings)
-        self.learning = learning and Learning(learning, self.library)
-        self.server = Server(worker, self.library, self.settings, self.training, self.learning)
+    def __init__(self, app: Starlette) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
-        self._uvicorn = PromptServer(config_of(make_app(self.server), log_level="error"))
+        self._uvicorn = PromptServer(config_of(app, log_level="error"))
         self._thread = threading.Thread(
             target=self._uvicorn.run, kwargs={"sockets": [self._listening]}
         )
 
-    def __enter__(self) -> "Running":
-        if self.library._folder is not None:
-            self.library.scan()
-        if self.learning is not None:
-            self.learning.serve_current()
+    def __enter__(self):
         self._thread.start()
         while not self._uvicorn.started:
             if not self._thread.is_alive():
@@ -119,6 +101,35 @@ class Running:
     def json(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, dict]:
         status, _, answer = self.request(method, path, body, headers)
         return status, strict_json(answer)
+
+
+class Running(RunningApp):
+    """A server over a worker.
+
+    ``training`` makes its training service from the settings; ``learning`` has rated answers.
+    """
+
+    def __init__(
+        self,
+        worker,
+        folder: Path | None = None,
+        training=None,
+        learning: LearningFolder | None = None,
+        **settings,
+    ) -> None:
+        self.worker, self.settings = worker, ServerSettings(**settings)
+        self.library = Library(worker, folder)
+        self.training = training and training(self.settings)
+        self.learning = learning and Learning(learning, self.library)
+        self.server = Server(worker, self.library, self.settings, self.training, self.learning)
+        super().__init__(make_app(self.server))
+
+    def __enter__(self) -> "Running":
+        if self.library._folder is not None:
+            self.library.scan()
+        if self.learning is not None:
+            self.learning.serve_current()
+        return super().__enter__()
 
     def chat(self, model: str, text: str, **options: object) -> dict:
         """Return the answer to one message, greedily unless another temperature is asked for."""

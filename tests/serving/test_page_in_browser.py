@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -13,27 +12,21 @@ from mlx_packs import Pack, load_base
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import TextWorker
+from tests.helpers.browser import launched
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 from tests.serving.conftest import LIMITS, serving
 
 pytestmark = pytest.mark.interop
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 HOSTILE = '<img src=x onerror="document.title=\'broken\'"><b>bold</b> & "quoted"'
 LONG = {"temperature": "2", "max_tokens": "1900", "seed": "1"}  # ends long after a test
 
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
-        pytest.skip(f"none of {', '.join(PROGRAMS)} is installed")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program)
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
