@@ -19,7 +19,7 @@ terminal errors sandbox plugins signals late runtime kinds reading filesystem fi
 display gates measurements chips macos
 distributed config report ops cpu optim nn bases offload vision adapters data objectives inference memory packs evaluation
 tasks training sweeps learning
-convert serving bench layers extras cli
+convert serving studio bench layers extras cli
 """.split()
 ENTRY_POINTS = ("__init__", "__main__", "train")  # import what they like; nobody imports them
 

@@ -165,6 +165,12 @@ serve
     packs serve --packs packs
   Serve other machines too, with a key:
     MLX_PACKS_API_KEY=secret packs serve --pack tickets=packs/tickets --host 0.0.0.0
+
+studio
+  Follow the runs of this folder in the browser:
+    packs studio
+  Show the runs of another folder on a machine without a browser:
+    packs studio --home ~/runs --no-browser
 """
 
 

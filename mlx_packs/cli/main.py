@@ -34,7 +34,10 @@ COMMANDS = {
     "Prepare": {"data": "data", "plan": "plan", "doctor": "doctor"},
     "Use": {"generate": "generate", "chat": "generate", "classify": "classify", "serve": "serve"},
     "Evaluate": dict.fromkeys(("eval", "eval-batch", "eval-tasks"), "evaluate"),
-    "Inspect": dict.fromkeys(("inspect", "list", "diff", "report"), "inspect"),
+    "Inspect": {
+        **dict.fromkeys(("inspect", "list", "diff", "report"), "inspect"),
+        "studio": "studio",
+    },
     "Share": {"push": "share", "pull": "share"},
     "Convert": dict.fromkeys(("merge", "combine", "quantize", "export", "import"), "convert"),
     "Benchmark": {"bench": "bench"},

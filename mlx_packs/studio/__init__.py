@@ -1,0 +1,1 @@
+"""`packs studio`: a local page that shows the runs of a folder."""

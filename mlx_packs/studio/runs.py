@@ -1,0 +1,292 @@
+"""What the screens Runs and Run show: read from the run folders for each request, and never kept.
+
+A folder may be somebody else's, damaged, or as large as its disk: reading is bounded, and what
+cannot be read is one line in place of the rest.
+"""
+
+import math
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import PackError, file_errors, flag_of
+from ..gates import MEANING
+from ..packs.facts import all_changes
+from ..reading import DOCUMENT_BYTES, check_regular, open_regular, parse_json
+from ..report.facts import (
+    MOST_SAMPLES,
+    MOST_TEXT,
+    Page,
+    Points,
+    SampleTexts,
+    curve_of,
+    progress_series,
+    recipe_sections,
+    text,
+)
+from ..report.page import render, shown
+from ..serving.http import public_message
+from ..training.checkpoint import METRICS, batches_of
+from ..training.run_folder import CONFIG, SAMPLES, RunFolder
+from ..training.run_page import facts_of_run, read_report, run_facts
+from ..training.status import PHASES, RunStatus, read_status
+from .access import RUNS, folder_of_run
+
+_SUFFIX = "-run"
+_MOST_ROWS = 200
+_MOST_POINTS = 2000  # of a series in an answer
+_TABLE_ROWS = 40
+_METRICS_BYTES = 64 << 20
+_LINE_BYTES = 1 << 20
+_UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What both screens show of a run; of one that cannot be read, only its name and why."""
+
+    name: str
+    fault: str = ""
+    age: str = ""
+    status: RunStatus | None = None
+    recipe: Mapping = field(default_factory=dict)
+    report: Mapping | None = None
+
+    @property
+    def state(self) -> str:
+        return self.status.state if self.status else ""
+
+    @property
+    def progress(self) -> str:
+        return progress_of(self.status) if self.status else ""
+
+    @property
+    def error(self) -> str:
+        return self.status.error or "It recorded no reason. Its process may have been killed."
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The model and the data."""
+        sections = recipe_sections(self.recipe)
+        settings = {name: value for _, rows in sections for name, value, _ in rows}
+        data = settings.get("hf-dataset") or settings.get("data", "–")
+        return settings.get("model", "–"), data
+
+    @property
+    def change(self) -> str:
+        """The first held-out number before and after."""
+        changes = all_changes(self.report or {})
+        return f"{changes[0].title} {' → '.join(changes[0].texts)}" if changes else "–"
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Complete lines of a growing file: which file it is, and where in it they end.
+
+    Lines that are whole replace those that the reader has; others follow them.
+    """
+
+    lines: list[bytes]
+    file: str = ""
+    end: int = 0
+    is_whole: bool = True
+
+
+def runs_of(home: Path) -> tuple[list[RunView], int]:
+    """Return the newest runs of a home, and how many older ones there are."""
+    folder = home / RUNS
+    if not folder.is_dir():
+        return [], 0
+
+    changed = []
+    with file_errors(f"{RUNS}/"), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(_SUFFIX) and (entry.is_symlink() or entry.is_dir()):
+                name = entry.name.removesuffix(_SUFFIX)
+                changed.append((entry.stat(follow_symlinks=False).st_mtime, name))
+
+    changed.sort(reverse=True)
+    runs = [_listed(home, *each) for each in changed[:_MOST_ROWS]]
+    return runs, len(changed[_MOST_ROWS:])
+
+
+def _listed(home: Path, changed: float, name: str) -> RunView:
+    try:
+        run = _opened(home, name)
+    except (PackError, OSError) as error:
+        fault = public_message(error) if isinstance(error, PackError) else str(error.strerror)
+        run = RunView(text(name), text(fault, 400))
+    return replace(run, age=f"{_duration(time.time() - changed)} ago")
+
+
+def _opened(home: Path, name: str) -> RunView:
+    folder = folder_of_run(home, name)
+    status = read_status(folder)
+    is_new = status.state == "training" or RunFolder(folder).is_run()
+    recipe = {}
+    if (folder / CONFIG).exists() or not is_new:
+        recipe = RunFolder(folder).read_identity()["recipe"]
+    return RunView(name, status=status, recipe=recipe, report=read_report(folder))
+
+
+def progress_of(status: RunStatus) -> str:
+    """Return in words how far a run is, and what is left."""
+    if status.state == "training" and status.phase != PHASES["train"]:
+        return status.phase
+    if status.batch is None:
+        return ""
+
+    batch = f"Batch {status.batch:,}"
+    if status.batches:
+        batch += f" of {status.batches:,}"
+    if status.state != "training" or status.seconds_left is None or status.updated is None:
+        return batch
+    left = status.seconds_left - (time.time() - status.updated)
+    return f"{batch}, {_duration(left)} left"
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in the largest unit of which there are two: 90 minutes, 3 days."""
+    seconds = max(seconds, 0)
+    size, unit = next(each for each in _UNITS if seconds >= 2 * each[0] or each[0] == 1)
+    count = round(seconds / size)
+    return f"{count:,} {unit}{'s' if count != 1 else ''}"
+
+
+def run_page(home: Path, name: str) -> dict[str, Any]:
+    """Return what the template of the screen Run needs."""
+    folder = folder_of_run(home, name)
+    run = _opened(home, name)
+    lines = _metrics(tail(folder / METRICS))
+    facts = facts_of_run(name, run.recipe, lines, run.report, Page(title=""))
+    answers, answered = _answers(folder)
+    checkpoints = RunFolder(folder).checkpoints()
+    gates = (run.report or {}).get("gates")
+
+    return {
+        "run": run,
+        "flag": flag_of(run.status.flag) if run.status.flag else "",
+        "facts": replace(facts, samples=answers or facts.samples),
+        "answered": answered,
+        "checkpoint": batches_of(checkpoints[-1]) if checkpoints else None,
+        "gates": [
+            (text(MEANING.get(key, key), 40), isinstance(gate, dict) and gate.get("passed") is True)
+            for key, gate in (gates if isinstance(gates, dict) else {}).items()
+        ],
+        "points": _table(facts.curve),
+        "command": shlex.join(["packs", "report", str(folder)]),
+    }
+
+
+def live(home: Path, name: str, file: str, start: int) -> dict[str, Any]:
+    """Return what is new in a run since the bytes of its metrics that a page has."""
+    folder = folder_of_run(home, name)
+    status = read_status(folder)
+    new = tail(folder / METRICS, file, start)
+    series = {}
+    for key, points in curve_of(_metrics(new)).items():
+        batches, values = zip(*extremes(points), strict=True)
+        series[key] = [[int(batch) for batch in batches], [float(f"{v:.5g}") for v in values]]
+    answers, answered = _answers(folder)
+    return {
+        "file": new.file,
+        "next": new.end,
+        "whole": new.is_whole,
+        "series": series,
+        "state": status.state,
+        "progress": progress_of(status),
+        "batch": status.batch or 0,
+        "batches": status.batches,
+        "answers": [answer.after for answer in answers],
+        "answered": answered,
+    }
+
+
+def report_page(home: Path, name: str) -> str:
+    """Return the page of `packs report`, made anew: one in the folder could have any content."""
+    folder = folder_of_run(home, name)
+    if (folder / METRICS).exists():
+        check_regular(folder / METRICS, DOCUMENT_BYTES)
+    return render(run_facts(folder))
+
+
+def tail(path: Path, file: str = "", start: int = 0, most: int = _METRICS_BYTES) -> Tail:
+    """Return the complete lines from ``start`` of ``file``, or of the last ``most`` bytes.
+
+    A file that was replaced or cut is read anew. An incomplete last line is left for the next call.
+    """
+    try:
+        opened = open_regular(path)
+    except FileNotFoundError:
+        return Tail([])
+
+    with opened:
+        facts = os.fstat(opened.fileno())
+        continues = file == str(facts.st_ino) and start <= facts.st_size
+        first = start if continues else 0
+        is_cut = facts.st_size - first > most
+        if is_cut:
+            first = facts.st_size - most
+        opened.seek(first)
+        block = opened.read(facts.st_size - first)
+
+    end = block.rfind(b"\n") + 1
+    lines = block[:end].split(b"\n")[is_cut:-1]
+    if not end and len(block) > _LINE_BYTES:  # no line of a run is as long
+        end = len(block)
+    return Tail(lines, str(facts.st_ino), first + end, is_cut or not continues)
+
+
+def _metrics(new: Tail) -> list[dict]:
+    lines = []
+    for line in new.lines:
+        with suppress(ValueError):
+            parsed = parse_json(line.decode())
+            if isinstance(parsed, dict):
+                lines.append(parsed)
+    return lines
+
+
+def extremes(points: Points, most: int = _MOST_POINTS) -> Points:
+    """Return at most so many points of a series: the lowest and the highest of neighbours."""
+    if len(points) <= most:
+        return points
+    size = math.ceil(len(points) / (most // 2))
+    kept = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        values = [value for _, value in part]
+        kept += sorted({part[values.index(min(values))], part[values.index(max(values))]})
+    return kept
+
+
+def _table(curve: Mapping[str, Points]) -> list[tuple[str, str, str]]:
+    """Return batch, training and validation loss (or reward) of some points as texts."""
+    series = [dict(extremes(curve.get(key, []), _TABLE_ROWS)) for key in progress_series(curve)]
+    batches = sorted({batch for points in series for batch in points})
+    texts = [{batch: shown(value) for batch, value in points.items()} for points in series]
+    return [(f"{b:,.0f}", *(values.get(b, "–") for values in texts)) for b in batches]
+
+
+def _answers(folder: Path) -> tuple[list[SampleTexts], int | None]:
+    """Return the validation prompts with their first and last answers, and the last one's batch."""
+    lines = []
+    if (folder / SAMPLES).exists():
+        check_regular(folder / SAMPLES, DOCUMENT_BYTES)
+        lines = RunFolder(folder).samples()
+    if not lines:
+        return [], None
+
+    first, last = lines[0]["batch"], lines[-1]["batch"]
+    now = {line["prompt"]: line["answer"] for line in lines if line["batch"] == last}
+    answers = []
+    for line in [line for line in lines if line["batch"] == first][:MOST_SAMPLES]:
+        prompt = line["prompt"]
+        texts = (prompt, line.get("expected"), line["answer"], now.get(prompt))
+        answers.append(SampleTexts(*(text(each, MOST_TEXT).strip() for each in texts)))
+    return answers, last

@@ -1,0 +1,35 @@
+import pytest
+
+from mlx_packs.studio.access import Login
+from mlx_packs.studio.app import make_app
+from tests.helpers.serving import RunningApp
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "packs").mkdir()
+    return tmp_path
+
+
+class Signed(RunningApp):
+    """A studio, and the headers of the browser that signed in."""
+
+    def __init__(self, home) -> None:
+        self.login = Login()
+        self.app = make_app(home, self.login)
+        super().__init__(self.app)
+
+    @property
+    def link(self) -> str:
+        return self.login.link("")
+
+    def sign_in(self) -> dict[str, str]:
+        status, headers, _ = self.request("GET", self.link)
+        assert status == 200
+        return {"Cookie": headers["set-cookie"].partition(";")[0]}
+
+
+@pytest.fixture
+def studio(home):
+    with Signed(home) as running:
+        yield running

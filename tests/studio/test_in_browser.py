@@ -1,0 +1,155 @@
+"""The screens in a browser: Chromium or Chrome of this machine, driven by Playwright."""
+
+import json
+import time
+
+import pytest
+
+from mlx_packs.files import exclusive_writer
+from mlx_packs.studio.access import page_that_opens
+from mlx_packs.training.run_page import write_report
+from tests.helpers.browser import launched
+from tests.helpers.run_folders import losses, make_run
+from tests.studio.conftest import Signed
+
+pytestmark = pytest.mark.interop
+
+HOSTILE = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
+RESULT = {"ppl_before": 9.5, "ppl_after": 2.25}
+ERROR = {"reason": "diverged", "exit_code": 2, "flag": "learning_rate", "error": HOSTILE}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture
+def expect(browser):
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=60_000)
+    return expect
+
+
+@pytest.fixture
+def opened(browser, studio, tmp_path):
+    """Sign in by the file that packs studio opens; nothing may fail, or be asked of others."""
+    contexts, faults = [], []
+    url = f"http://127.0.0.1:{studio.port}"
+
+    def note(message) -> None:
+        if "Content Security Policy" in message.text:
+            faults.append(message.text)
+
+    def ask(request) -> None:
+        if not request.url.startswith((url, "file:", "data:")):
+            faults.append(request.url)
+
+    def go(**options):
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(60_000)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", note)
+        page.on("request", ask)
+        file = tmp_path / "open.html"
+        file.write_text(page_that_opens(studio.login.link(url)))
+        page.goto(file.as_uri())
+        page.wait_for_url(f"{url}/")
+        return page
+
+    yield go
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+def add(folder, *lines: dict, **status: object) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    (folder / "status.json").write_text(json.dumps({"updated": time.time(), **status}))
+
+
+def sample(batch: int, answer: str) -> dict:
+    return {"batch": batch, "prompt": HOSTILE, "expected": HOSTILE, "answer": answer}
+
+
+def test_signing_in_leaves_no_token_in_the_page(opened, expect):
+    page = opened()
+    expect(page.get_by_role("heading", name="No runs yet")).to_be_visible()
+    assert page.evaluate("[document.cookie, location.search]") == ["", ""]
+    page.reload()
+    assert page.get_by_role("navigation").get_by_role("link").all_text_contents() == ["Runs"]
+
+
+def test_a_run_is_followed_to_its_result(home, opened, expect):
+    running = {"phase": "Training", "batches": 40, "seconds_left": 300.0}
+    page = opened()
+    folder = make_run(home, metrics=losses(10, 20), samples=[sample(0, "one")])
+    with exclusive_writer(folder):
+        add(folder, batch=20, **running)
+        page.get_by_role("link", name="tickets").click()  # it appears by itself
+        expect(page.locator("#progress")).to_have_text("Batch 20 of 40, 5 minutes left")
+        expect(page.locator("#status")).to_have_text("Run tickets: training, 50 %")
+
+        chart = page.get_by_role("group", name="Loss")
+        reading = page.locator(".reading").first
+        chart.focus()
+        page.keyboard.press("ArrowLeft")
+        expect(reading).to_have_text("Batch 20: training 1.05")
+
+        add(folder, *losses(30), {"batch": 30, "valid_loss": 1.5}, batch=30, **running)
+        with (folder / "samples.jsonl").open("a") as file:
+            file.write(json.dumps(sample(30, HOSTILE)) + "\n")
+        expect(page.locator("#progress")).to_contain_text("Batch 30 of 40")
+        expect(page.locator(".now")).to_have_text(HOSTILE)
+        expect(chart).to_be_focused()
+        page.keyboard.press("ArrowRight")
+        expect(reading).to_have_text("Batch 30: training 1.033, validation 1.5")
+
+        write_report(folder, RESULT)
+    expect(page.locator("header .state")).to_have_text("finished")
+    expect(page.get_by_role("row", name="Perplexity")).to_contain_text("9.50")
+    assert page.locator("img, main b").count() == 0 and page.title() == "tickets · packs studio"
+
+
+def test_a_server_that_is_gone_is_said(browser, home, expect):
+    make_run(home, metrics=losses(10))
+    with Signed(home) as studio:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{studio.port}{studio.link}")
+        page.get_by_role("link", name="tickets").click()
+        expect(page.get_by_role("group", name="Loss")).to_be_visible()
+    expect(page.locator("#status")).to_have_text(
+        "packs studio does not answer. Runs go on without it."
+    )
+    assert page.locator(".box canvas").first.is_visible()
+    page.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
+def test_every_screen_is_accessible(home, opened, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = opened(viewport={"width": width, "height": 800}, color_scheme=scheme)
+
+    def check() -> None:
+        page.wait_for_load_state("networkidle")
+        assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth"), page.url
+        result = axe.run(page)
+        assert result.violations_count == 0, result.generate_report()
+
+    check()  # the empty home
+    lines = [*losses(*range(1, 90)), {"batch": 80, "valid_loss": 1.2, "grad_norm": 1e-7}]
+    long = "averylongword" * 40
+    make_run(home, "done", lines, [sample(0, long), sample(9, long)], report=RESULT)
+    make_run(home, "failed", lines, ended={**ERROR, "error": f"/{long}: gone"}, checkpoint=50)
+    make_run(home, "begun", begun=False, phase="Reading the model")
+    (make_run(home, "damaged") / "config.json").write_text("{")
+    for path in ("/", "/runs/done", "/runs/failed", "/runs/begun", "/runs/damaged"):
+        page.goto(page.url.split("/runs")[0].rstrip("/") + path)
+        check()
+    page.goto(page.url.replace("damaged", "done"))
+    page.locator("summary").first.click()
+    check()
