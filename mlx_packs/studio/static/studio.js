@@ -144,7 +144,8 @@ function followRun({ name, state }) {
     answers.forEach((node, i) => setText(node, news.answers[i] || "(nothing)"));
     if (byId("done")) byId("done").value = news.batch ?? 0;
     // in steps, since a screen reader speaks each change
-    const share = news.batches ? `, ${Math.floor((10 * news.batch) / news.batches)}0 %` : "";
+    const tenths = Math.floor((10 * news.batch) / news.batches);
+    const share = news.batches ? `, ${10 * tenths} %` : "";
     setText(byId("status"), news.state === "training" ? `Run ${name}: training${share}` : "");
   });
 }
