@@ -192,6 +192,7 @@ def live(home: Path, name: str, file: str, start: int) -> dict[str, Any]:
     for key, points in curve_of(_metrics(new)).items():
         batches, values = zip(*extremes(points), strict=True)
         series[key] = [[int(batch) for batch in batches], [float(f"{v:.5g}") for v in values]]
+
     answers, answered = _answers(folder)
     return {
         "file": new.file,
@@ -253,16 +254,16 @@ def _metrics(new: Tail) -> list[dict]:
 
 
 def extremes(points: Points, most: int = _MOST_POINTS) -> Points:
-    """Return at most so many points of a series: the lowest and the highest of neighbours."""
+    """Return at most so many points of a series: the extremes of neighbouring points."""
     if len(points) <= most:
         return points
     size = math.ceil(len(points) / (most // 2))
-    kept = []
+    chosen = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
         values = [value for _, value in part]
-        kept += sorted({part[values.index(min(values))], part[values.index(max(values))]})
-    return kept
+        chosen += sorted({part[values.index(min(values))], part[values.index(max(values))]})
+    return chosen
 
 
 def _table(curve: Mapping[str, Points]) -> list[tuple[str, str, str]]:

@@ -55,10 +55,11 @@ class Samples:
 
     def begin(self, batches: int, origin: PhaseReference) -> None:
         """Remove what is later than a checkpoint, and answer as ``origin`` for batch 0."""
-        kept = [x for x in RunFolder(self._file.parent).samples() if x["batch"] <= batches]
+        lines = RunFolder(self._file.parent).samples()
+        earlier = [line for line in lines if line["batch"] <= batches]
         with self._noting_faults():
-            atomic_write(self._file, [json.dumps(line) + "\n" for line in kept])
-        if any(line["batch"] == 0 for line in kept):
+            atomic_write(self._file, [json.dumps(line) + "\n" for line in earlier])
+        if any(line["batch"] == 0 for line in earlier):
             return
         with self._display.working("samples", "answering the prompts"), origin.active():
             self.take(0)

@@ -111,6 +111,7 @@ class Status(Observer):
         left = None  # of the training, its validations included
         if self._phase == PHASES["train"] and (pace := self._bar.pace()) is not None:
             left = pace * (self._batches - self._line["batch"])
+
         facts = {
             **self._process,
             "updated": time.time(),
@@ -121,6 +122,7 @@ class Status(Observer):
             "peak_gb": self._line.get("peak_gb"),
             "ended": self._ended,
         }
+
         try:
             self._partial.write_text(json.dumps(facts, indent=2) + "\n")
             os.replace(self._partial, self._file)
