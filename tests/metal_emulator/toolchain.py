@@ -124,7 +124,9 @@ def _link(folder: Path, text: str, flags: tuple[str, ...]) -> Path:
 
 def _zig(folder: Path, *arguments: str) -> None:
     # Without a target zig compiles for this very processor, with fused multiply-adds.
-    command = [sys.executable, "-m", "ziglang", "c++"]
+    # `python -m ziglang` would start an interpreter for each of some thousand texts.
+    package = importlib.util.find_spec("ziglang")
+    command = [str(Path(package.origin).with_name("zig")), "c++"]
     command += ["-target", f"{platform.machine()}-linux-gnu", *arguments]
     caches = {f"ZIG_{kind}_CACHE_DIR": str(_cache() / "zig") for kind in ("GLOBAL", "LOCAL")}
     done = subprocess.run(
