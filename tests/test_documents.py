@@ -27,7 +27,7 @@ from tests.helpers.runs import LORA, TRAIN
 ELSEWHERE = re.compile(
     r"mlx-community/|Qwen/Qwen3-|--data pairs/ --query|all-MiniLM|some-bf16-checkpoint|base-affine|base-mxfp4|tickets-mxfp4|someones-lora|llama3_8b"
     r"|--launch-agent"
-    r"|packs/(pairs|charts)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|chat|doctor|eval-tasks|learn|pull|push|serve)\b"
+    r"|packs/(pairs|charts)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|chat|doctor|eval-tasks|learn|pull|push|serve|studio)\b"
 )
 # Its commands need a real model; tests/test_tutorial.py runs them.
 TUTORIAL = "docs/tutorial.md"
