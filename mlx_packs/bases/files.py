@@ -92,24 +92,23 @@ def resolve_checkpoint(name: str | Path) -> Path:
 def _hub_snapshot(repo: str) -> Path:
     """The cached folder of a hub id; it is downloaded if a file is missing."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
-    request = {"repo_id": repo, "allow_patterns": CHECKPOINT_FILES}
     cached = "not in the Hugging Face cache"
     try:
-        path = Path(snapshot_download(**request, local_files_only=True))
-        if is_complete(path):
-            return path
-        cached = "only in part in the Hugging Face cache"
-    except LocalEntryNotFoundError:
-        pass
+        path = cached_snapshot(repo)
+        if path is not None:
+            if is_complete(path):
+                return path
+            cached = "only in part in the Hugging Face cache"
     except ValueError as error:  # the hub's rules for names
         raise PackError(
             f"--model {repo}: no such folder, and {reason_of(error)}", "not-found"
         ) from None
 
     try:
-        path = Path(snapshot_download(**request))  # without network, what is cached of it
+        # without network, what is cached of it
+        path = Path(snapshot_download(repo, allow_patterns=CHECKPOINT_FILES))
         if is_complete(path):
             return path
         reason = "some of its files are missing"
@@ -123,6 +122,18 @@ def _hub_snapshot(repo: str) -> Path:
         f"({reason}). On a machine with network: `hf download {repo}`.",
         "network",
     )
+
+
+def cached_snapshot(repo: str) -> Path | None:
+    """Return the folder of a Hub id in the cache, maybe in part; None if there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        request = {"repo_id": repo, "allow_patterns": CHECKPOINT_FILES}
+        return Path(snapshot_download(**request, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
 
 
 def is_complete(path: Path) -> bool:

@@ -22,6 +22,8 @@ _log = logging.getLogger("mlx_packs")
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 _OLLAMA = "ollama:"
+_OLLAMA_PATH = ("registry.ollama.ai", "library")  # of models whose name has no host or namespace
+LM_STUDIO = Path("~/.lmstudio/models")  # <publisher>/<model>: a checkpoint, or GGUF files
 DENSE = "dense:"  # before the name of a GGUF file: with dense K-quants
 _PART = re.compile(r"[\w][\w.\-]*", re.ASCII)
 _logged: set[str] = set()  # faults of packages, each of which is logged once
@@ -99,6 +101,23 @@ def _dense(name: str) -> Path:
     return _GGUF.folder(path, dense_k=True)
 
 
+def ollama_folder() -> Path:
+    return Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
+
+
+def ollama_names() -> list[str]:
+    """Return the names of Ollama's models on this machine, as `local_model` takes them."""
+    names = []
+    top = ollama_folder() / "manifests"
+    for manifest in sorted(top.glob("*/*/*/[!.]*")):
+        *parts, tag = manifest.relative_to(top).parts
+        for default in _OLLAMA_PATH:
+            if parts[0] == default:
+                del parts[0]
+        names.append(f"{_OLLAMA}{'/'.join(parts)}:{tag}")
+    return names
+
+
 # A manifest at ``manifests/HOST/NAMESPACE/MODEL/TAG`` names blobs, one of which is the GGUF.
 def _ollama(name: str) -> Path:
     flag = f"--model {_OLLAMA}{name}"
@@ -107,10 +126,9 @@ def _ollama(name: str) -> Path:
     if not all(_PART.fullmatch(part) for part in (*parts, tag or "latest")) or len(parts) > 3:
         raise PackError(f"{flag}: is not a name of Ollama. Name it as `ollama list` does.")
 
-    defaults = ["registry.ollama.ai", "library"]
-    host = [*defaults[: 3 - len(parts)], *parts]
+    host = [*_OLLAMA_PATH[: 3 - len(parts)], *parts]
 
-    folder = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
+    folder = ollama_folder()
     manifest = folder.joinpath("manifests", *host, tag or "latest")
     if not manifest.is_file():
         raise PackError(

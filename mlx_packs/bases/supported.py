@@ -77,10 +77,17 @@ def is_batchable(name: str, model: nn.Module) -> bool:
     return False
 
 
+def untrainable(family: str) -> str:
+    """Return why no model of a family can be trained here; empty if it can."""
+    facts = facts_of(family)
+    if facts.untrainable_on_metal and mx.default_device() == mx.gpu and mx.metal.is_available():
+        return f"{facts.untrainable_on_metal}. A CPU or CUDA trains it"
+    return facts.untrainable
+
+
 def check_trainable(name: str, model: nn.Module) -> None:
     family = family_of(model)
-    facts = facts_of(family)
-    if facts.cache_differs:
+    if facts_of(family).cache_differs:
         warn_once(
             "%s: a %s computes other logits with a cache than without. Training uses none and "
             "generation uses one, so texts can be worse than the loss suggests.",
@@ -88,10 +95,7 @@ def check_trainable(name: str, model: nn.Module) -> None:
             family,
         )
 
-    reason = facts.untrainable
-    if facts.untrainable_on_metal and mx.default_device() == mx.gpu and mx.metal.is_available():
-        reason = f"{facts.untrainable_on_metal}. A CPU or CUDA trains it"
-
+    reason = untrainable(family)
     is_old = version_of_mlx_lm() < MIXTURES_SINCE
     if not reason and is_old and any(is_switch_linear(m) for m in model.modules()):
         reason = (

@@ -65,6 +65,8 @@ list
     packs list
   List packs that were downloaded from the Hub:
     packs list --hub-cache
+  List the base models on this disk:
+    packs list --bases
 
 diff
   Compare two packs:

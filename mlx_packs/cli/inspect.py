@@ -206,14 +206,30 @@ def _adapted_line(module: dict) -> str:
 @click.command("list")
 @click.argument("folder", required=False, type=click.Path())
 @option("--hub-cache", is_flag=True, help="List the packs that were pulled by name.")
+@option(
+    "--bases",
+    is_flag=True,
+    help="List the base models on this disk instead, under the names that --model takes: the "
+    "bundled one, those in the Hub's cache, of Ollama and of LM Studio.",
+)
 @options.as_json
-def list_packs(folder: str | None, hub_cache: bool) -> None:
-    """List the packs below a folder.
+def list_packs(folder: str | None, hub_cache: bool, bases: bool) -> None:
+    """List the packs below a folder, or the base models on this disk.
 
     FOLDER is the current folder by default. With --hub-cache and no FOLDER, only the cache of
     pulled packs is searched. Only manifests and file sizes are read; `packs inspect` checks hashes.
     """
+    from ..bases import listing
     from ..packs.folder import list_packs, table
+
+    if bases and (folder is not None or hub_cache):
+        raise PackError(
+            "--bases: cannot be combined with FOLDER or --hub-cache. Pass one of them.", "conflict"
+        )
+    if bases:
+        listed = listing.list_bases()
+        print_report({"bases": listed}, listing.table(listed))
+        return
 
     top = folder or None
     place = f"below {top}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..bases.model import BaseModel
+from ..bases.readers import LM_STUDIO
 from ..config import choices
 from ..config.choices import ADAPTER_FORMATS, registered
 from ..errors import PackError
@@ -37,7 +38,7 @@ from .merge import merge_pack
 from .mlx_lm import MlxLm
 from .peft import Peft
 
-MODELS = Path("~/.lmstudio/models/mlx-packs")  # <publisher>/<model>, as LM Studio has them
+MODELS = LM_STUDIO / "mlx-packs"
 # The base of a pack that was trained on a model of Ollama. The name may be somebody else's text.
 _OF_OLLAMA = re.compile(r"ollama:([\w.\-/:]+)", re.ASCII)
 
