@@ -117,7 +117,8 @@ def test_a_block_is_read_once_and_one_micro_batch_computed_at_a_time(tmp_path):
     of_blocks = 2 * 8 * blocks.stored_block_bytes
     assert read[1] - of_blocks == 3 * (read[0] - of_blocks)
     inputs = 4 * 2 * 64 * 128 * (8 + 2)
-    assert peaks[1] - peaks[0] < 1.2 * 4 * inputs
+    # 0.98 to 1.2 measured; the hidden layers of four more at a time would make it at least 2.2
+    assert peaks[1] - peaks[0] < 1.5 * 4 * inputs
 
 
 def test_an_error_ends_the_functions_that_wait():
