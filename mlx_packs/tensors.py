@@ -99,3 +99,12 @@ def write_tensors(
                 f.seek(8 + len(text) + begin)
                 f.write(tensor.flatten().view(mx.uint8))
         replace_file(partial, file)
+
+
+def check_written(file: Path, tensors: Mapping[str, mx.array], where: Path) -> None:
+    """Read tensors back one by one; a PackError unless each equals what was to be written."""
+    written = mx.load(str(file))
+    for name, tensor in tensors.items():
+        if not mx.array_equal(written.pop(name), tensor).item():
+            fault = f"{name} reads back other numbers than were written. Check the disk."
+            raise PackError(fault, "unwritable", where=where)

@@ -74,6 +74,18 @@ class Outcome:
     tried: dict[str, float]  # the distance of every setting that was tried
     passes: str | None  # the cheapest of them within the limit
 
+    def verified(self, setting: str) -> dict[str, Any]:
+        """Return the distance of a setting with its limit, name and unit."""
+        measure = f"KL in nats per {'document' if 'documents' in self.scores else 'token'}"
+        if "texts" in self.scores:
+            measure = "1 - cosine"
+        return {
+            "drift": self.tried[setting],
+            "max_drift": self.limit,
+            "measure": measure,
+            "against": "the base with the pack attached",
+        }
+
 
 @dataclass(frozen=True)
 class Fidelity:

@@ -24,6 +24,7 @@ from ..errors import PackError
 from ..files import atomic_folder
 from ..packs.manifest import template_kwargs_of
 from ..packs.pack import Pack
+from ..tensors import check_written
 from .external import (
     CONFIG,
     Delta,
@@ -88,7 +89,7 @@ def write_for_lmstudio(pack: Pack, out: Path, start: str | None) -> dict:
     """
     base = pack.manifest["base"]
     requantize = "same" if base["quantization"] else "none"
-    merge = partial(merge_pack, pack, start or base["id"], out, progress=False)
+    merge = partial(merge_pack, pack, start or base["id"], out)
     report = merge(requantize=requantize)
     notes = []
     if not report["passed"] and report["passes"] in report["tried"]:
@@ -108,7 +109,7 @@ def write_for_lmstudio(pack: Pack, out: Path, start: str | None) -> dict:
         )
 
     notes += [f"compared on: {report['compared_on']}", "LM Studio lists it in My Models"]
-    return {"requantize": requantize, "notes": notes}
+    return {"requantize": requantize, "verified": report["verified"], "notes": notes}
 
 
 def write_for_ollama(pack: Pack, out: Path, start: str | None) -> dict:
@@ -137,12 +138,18 @@ def write_adapter(
     """Write a pack as a format stores it, verified, with other files beside it."""
     out = stored.file.parent
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
-    verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
+    verified = verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
     with atomic_folder(out) as folder:
         save_folder(stored, folder, form.convention)
+        check_written(folder / stored.file.name, stored.tensors, out)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-    return {"tensors": len(stored.tensors), "notes": list(stored.notes)}
+    count = len(stored.tensors)
+    return {
+        "tensors": count,
+        "verified": {"tensors": count, **verified},
+        "notes": list(stored.notes),
+    }
 
 
 def write_for_swift(pack: Pack, out: Path, start: str | None) -> dict:

@@ -8,6 +8,7 @@ The file has ``blk.N.attn_q.weight.lora_a`` [r, in] and ``.lora_b`` [out, r], an
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,9 +38,13 @@ def write_gguf(pack: Pack, out: Path, start: str | None) -> dict:
 
     with atomic_folder(out) as partial:
         save_gguf(partial / name, tensors, family.gguf, alpha)
-        verify_gguf(pack, partial / name, family)
+        verified = verify_gguf(pack, partial / name, family)
         (partial / "Modelfile").write_text(text, encoding="utf-8")
-    return {"tensors": len(tensors), "notes": [*_commands(base, family, out / name), *notes]}
+    return {
+        "tensors": len(tensors),
+        "verified": verified,
+        "notes": [*_commands(base, family, out / name), *notes],
+    }
 
 
 def _commands(base: str, family: Family, adapter: Path) -> list[str]:
@@ -148,7 +153,7 @@ def save_gguf(file: Path, tensors: Tensors, architecture: str, alpha: float) -> 
     mx.save_gguf(str(file), tensors, metadata)
 
 
-def verify_gguf(pack: Pack, file: Path, family: Family) -> None:
+def verify_gguf(pack: Pack, file: Path, family: Family) -> dict[str, Any]:
     """Compare what a GGUF adapter adds, as it was read back, with what the pack adds."""
     tensors, metadata = mx.load(str(file), return_metadata=True)
     alpha = float(np.array(metadata[ALPHA]))
@@ -161,4 +166,5 @@ def verify_gguf(pack: Pack, file: Path, family: Family) -> None:
             b = b[mx.array(rows_in_mlx(len(b), heads))]
         deltas[path] = low_rank_delta(a.T, b.T, alpha / b.shape[1])
 
-    verify_numerically(pack.specs, pack.load_tensors(), deltas, file)
+    verified = verify_numerically(pack.specs, pack.load_tensors(), deltas, file)
+    return {"tensors": len(tensors), **verified}

@@ -86,12 +86,14 @@ def export_pack(
     else:
         report = _export_adapter(pack, to, out)
 
-    size = sum(f.stat().st_size for f in out.iterdir())
+    files = sorted(out.iterdir())
+    size = sum(file.stat().st_size for file in files)
     return {
         "out": str(out),
         "to": to,
         "modules": len(pack.specs),
         "mb": round(size / 1e6, 3),
+        "files": [file.name for file in files],
         "template_kwargs": template_kwargs_of(pack.manifest),
         **report,
     }

@@ -110,10 +110,8 @@ def merge_pack(  # noqa: PLR0913 - a public facade
     plan = _with_files(plan_merge(request, _facts(request, outcome)), request, source)
     record = writer.write(out, source, plan, overwrite, request.display)
     return report | {
-        "changed": record["merged"]["changed"],
-        "names": record["merged"]["names"],
-        "shards": len(plan.shards),
-        "gb": sum(file["bytes"] for file in record["files"].values()) / 1e9,
+        "verified": outcome.verified(requantize),
+        **_written(out, record),
         "seconds": round(time.monotonic() - started, 2),
     }
 
@@ -172,6 +170,17 @@ def _report(request: MergeRequest, outcome: Outcome, out: str | Path) -> dict:
         "passed": outcome.passes == request.requantize,
         "passes": outcome.passes,
         "tried": outcome.tried,
+    }
+
+
+def _written(out: str | Path, record: dict) -> dict:
+    """Return facts of the folder that was written."""
+    return {
+        "changed": record["merged"]["changed"],
+        "names": record["merged"]["names"],
+        "files": sorted(file.name for file in Path(out).iterdir()),
+        "shards": len(record["files"]),
+        "gb": sum(file["bytes"] for file in record["files"].values()) / 1e9,
     }
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from mlx_packs import Pack, load_base
 from mlx_packs.adapters.lora import delta_of
 from mlx_packs.bases.families import FAMILIES
 from mlx_packs.cli.main import packs
+from mlx_packs.convert import formats
+from mlx_packs.convert.external import low_rank_delta, verify_numerically
 from mlx_packs.convert.gguf import family_of, gguf_tensors, verify_gguf
 from mlx_packs.convert.interop import export_pack, import_adapter
 from mlx_packs.nn.frozen_weight import frozen_weight
@@ -117,6 +120,38 @@ def test_a_wrong_number_in_the_file_is_noticed(pack, tmp_path):
     mx.save_gguf(str(tmp_path / "bad.gguf"), tensors, metadata)
     with raises("mismatch", None, "bad.gguf", "model.layers.0.self_attn.q_proj"):
         verify_gguf(pack, tmp_path / "bad.gguf", family)
+
+
+@pytest.mark.parametrize("to", ["peft", "mlx-lm", "gguf", "swift"])
+def test_the_report_has_what_was_verified(to, tmp_path):
+    pack = pack_of(family_base("qwen3"), tmp_path / "p", **UNEVEN)  # whose scales are folded
+    report = export_pack(pack, to, tmp_path / "out")
+    verified = report["verified"]
+    count = len(pack.specs)
+    expected = {"tensors": 2 * count, "modules": count, "against": "the pack"}
+    assert {name: verified[name] for name in expected} == expected
+    assert 0 <= verified["largest_difference"] <= 1e-5
+
+    path, spec = next(iter(pack.specs.items()))
+    near = mx.array(delta_in(pack, path).T * (1 + 1e-6))
+    theirs = {path: low_rank_delta(near, mx.eye(near.shape[1]), 1.0)}
+    measured = verify_numerically({path: spec}, pack.load_tensors(), theirs, tmp_path)
+    assert measured["largest_difference"] == pytest.approx(1e-6, rel=0.5)
+
+
+@pytest.mark.parametrize("to", ["peft", "swift"])
+def test_a_file_that_reads_back_other_numbers_is_not_kept(to, pack, tmp_path, monkeypatch):
+    save = formats.save_folder
+
+    def save_others(stored, folder, convention) -> None:
+        name, tensor = next(iter(stored.tensors.items()))
+        others = {**stored.tensors, name: tensor + 1}
+        save(replace(stored, tensors=others), folder, convention)
+
+    monkeypatch.setattr(formats, "save_folder", save_others)
+    with raises("unwritable", None, str(tmp_path / "out"), "reads back"):
+        export_pack(pack, to, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
 
 
 @pytest.mark.parametrize(
@@ -235,10 +270,13 @@ def test_from_must_be_the_model_of_the_pack(pack_of_gguf, llama, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_lm_studio_gets_a_merged_model_and_needs_no_out(pack, llama, tmp_path, monkeypatch):
+def test_lm_studio_gets_a_merged_model_and_needs_no_out(pack, llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(pack.path)
-    packs(["export", ".", "--to", "lmstudio", "--from", str(llama)], standalone_mode=False)
+    command = ["export", ".", "--to", "lmstudio", "--from", str(llama), "--json"]
+    packs(command, standalone_mode=False)
+    verified = json.loads(capsys.readouterr().out)["verified"]
+    assert 0 <= verified["drift"] <= verified["max_drift"] and "KL" in verified["measure"]
     model = tmp_path / ".lmstudio" / "models" / "mlx-packs" / "p"
     assert np.abs(logits(load_base(model)) - attached_logits(pack, llama)).max() < 1e-4
     with raises("invalid", "out"):

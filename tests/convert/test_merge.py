@@ -78,6 +78,9 @@ def test_merge_of_a_dense_base_keeps_names_and_dtypes_and_the_forward(family, tm
     pack = random_pack(load_base(base), targets=targets).save(tmp_path / "pack")
     report = merged(pack, base, tmp_path / "out")
     assert layout(tmp_path / "out") == layout(base) and report["names"] == "base"
+    measured = {"drift": report["kl_mean"], "max_drift": report["max_drift"]}
+    assert report["verified"].items() >= measured.items()
+    assert report["verified"]["measure"] == "KL in nats per token"
     assert distance(pack, base, base) > 0.05
     assert distance(pack, base, tmp_path / "out") < 1e-4
     assert report["kl_mean"] < 1e-6 and report["kl_of_pack"] > 1e-4
@@ -235,7 +238,8 @@ def merge(faint, tmp_path, run):
 def test_merge_that_four_bits_would_erase_names_the_bits_that_pass(merge, tmp_path):
     code, report, err = merge("--requantize", "same")
     assert code == 1 and "--max-drift" in err
-    assert not report["passed"] and report["kl_mean"] > 0.3 * report["kl_of_pack"]
+    assert not report["passed"] and "verified" not in report
+    assert report["kl_mean"] > 0.3 * report["kl_of_pack"]
     assert report["max_drift"] == max(2e-5, 0.1 * report["kl_of_pack"])
     assert report["passes"] in ("affine8", "none") and f"--requantize {report['passes']}" in err
     assert not list(tmp_path.iterdir())

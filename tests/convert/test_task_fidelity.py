@@ -26,6 +26,8 @@ def test_merge_reports_the_drift_of_what_the_pack_is_for(tmp_path, run, task):
     counted, count = ("texts", 12) if task == "embedding" else ("documents", 18)
     assert code == 0 and report["passed"] and "kl_mean" not in report
     assert report[counted] == count
+    measure = "1 - cosine" if task == "embedding" else "KL in nats per document"
+    assert report["verified"]["measure"] == measure
     assert report["drift_mean"] < 1e-6 < 1e-4 < report["drift_of_pack"]
 
     code, out, _ = run("merge", *arguments, "--overwrite")  # on texts of chats
