@@ -216,13 +216,12 @@ def _use_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     ctx.meta[JSON] = value
 
 
-as_json = option(
-    "--json",
-    is_flag=True,
-    expose_value=False,
-    callback=_use_json,
-    help="Print the result as JSON.",
-)
+def printed_as_json(sentence: str) -> Callable:
+    """Add --json, which `output.wants_json` reads."""
+    return option("--json", is_flag=True, expose_value=False, callback=_use_json, help=sentence)
+
+
+as_json = printed_as_json("Print the result as JSON.")
 overwrite = option("--overwrite", is_flag=True, help="Replace the folder --out if it exists.")
 max_shard_gb = option(
     "--max-shard-gb",

@@ -1,5 +1,6 @@
 """`packs serve`: many packs over one base, for clients of the OpenAI API."""
 
+import json
 import logging
 import secrets
 import socket
@@ -17,6 +18,7 @@ from ..errors import PackError, flag_of
 from ..terminal import echo, printable
 from . import options
 from .options import option
+from .output import wants_json
 
 if TYPE_CHECKING:
     from ..learning.folder import LearningFolder
@@ -162,6 +164,10 @@ _memory = partial(option, section="Memory and speed")
 )
 @options.trust_remote_code
 @options.backend
+@options.printed_as_json(
+    "When the server is ready, print its address, models and token as one line of JSON. All else "
+    "goes to stderr."
+)
 def serve(
     model: str | None,
     packs: tuple[str, ...],
@@ -403,13 +409,13 @@ def _run(
             learning.serve_current()
         _announce(worker.registry.names, listening, settings)
         if learning is not None:
-            echo(
+            _say(
                 f"learning  {learning.folder.name}, version {learning.version} · answers that "
                 f"somebody rates are kept in {given['learn']} (README.txt says what)"
             )
         training = None
         if given["train"] is not None and task == _TEXT:
-            echo(f"training  by the Tinker SDK at the same address · saved in {given['train']}")
+            _say(f"training  by the Tinker SDK at the same address · saved in {given['train']}")
             states = Path(given["train"]).expanduser()
             training = TrainingService(worker, states, settings)
 
@@ -463,25 +469,32 @@ def _limits(base: "Base", given: dict) -> "Limits":
     )
 
 
+def _say(text: str) -> None:
+    echo(text, err=wants_json())
+
+
 def _announce(names: list[str], listening: socket.socket, settings: "ServerSettings") -> None:
     from ..serving.http import is_loopback
 
     host, port = listening.getsockname()[:2]
-    address = f"[{host}]" if ":" in host else host
-
-    echo(f"serving   {', '.join(names)}")
-    page = f"http://{address}:{port}/"
+    name = f"[{host}]" if ":" in host else host
+    address = f"http://{name}:{port}"
+    page = f"{address}/"
     if settings.token:
         page += f"#token={settings.token}"  # which browsers do not send
-    echo(f"at        http://{address}:{port}/v1 · page {page}")
+
+    if wants_json():
+        echo(json.dumps({"address": address, "models": names, "token": settings.token or None}))
+    _say(f"serving   {', '.join(names)}")
+    _say(f"at        {address}/v1 · page {page}")
     if settings.token:
-        echo(f"token     {settings.token} · needed to add packs, rate answers and train")
+        _say(f"token     {settings.token} · needed to add packs, rate answers and train")
 
     if not is_loopback(host):
         key = "only changes need the token" if settings.token else "no key is needed"
         if settings.api_key:
             key = "a key is needed"
-        echo(
+        _say(
             f"warning   Any machine that reaches {host} can use this server, and {key}; requests "
             "and answers are not encrypted."
         )

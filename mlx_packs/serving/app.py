@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
@@ -44,6 +43,7 @@ from .http import (
     unless_gone,
 )
 from .library import Library, follow
+from .page import page
 from .prompts import RequestPrompts, read_images
 from .protocol import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PackBody, RerankBody
 from .registry import Served
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 W = TypeVar("W", TextWorker, EmbeddingWorker, Reranker)
 log = logging.getLogger("mlx_packs.serving")
-_PAGE = Path(__file__).with_name("page.html")
 
 
 class Server:
@@ -367,7 +366,7 @@ class Server:
         return JSONResponse(facts, 200 if alive else 503)
 
     async def page(self, _: Request) -> Response:
-        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
+        return HTMLResponse(page(), headers=_PAGE_HEADERS)
 
     # Parts
 

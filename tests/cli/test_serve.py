@@ -89,6 +89,19 @@ def test_a_token_is_made_and_printed_without_a_key(folder, run, monkeypatch, arg
         assert of_page == alone and f"/#token={alone}\n" in out
 
 
+def test_json_is_one_line_when_it_is_ready(folder, run, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(running, "run", lambda *_: None)
+    code, out, err = run("serve", "--port", 0, "--pack", "packs/notes", "--json")
+    ready = json.loads(out)
+    assert (code, out.count("\n"), ready["models"]) == (0, 1, ["base", "notes"])
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", ready["address"])
+    assert ready["token"] in err and "serving   base, notes" in err
+
+    code, out, _ = run("serve", "--port", 0, "--pack", "packs/gone", "--json")
+    assert code == 2 and json.loads(out)["error"]["code"] == "not-found"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("numbers", "code"),

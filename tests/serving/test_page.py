@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_packs.serving import app
+from mlx_packs.serving.page import page
 from tests.helpers.serving import Running
 
 PAGE = Path(app.__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -25,6 +26,14 @@ def test_page_is_served_with_its_policy_and_without_a_key(shared_server):
         assert policy["connect-src"] == "'self'"
         assert policy["script-src"] == policy["style-src"] == "'unsafe-inline'"
         assert server.json("GET", "/v1/packs")[0] == 401
+
+
+def test_a_host_puts_its_header_before_the_content():
+    header = '<data id="api" value="http://127.0.0.1:1"></data>'
+    shown = page(header)
+    assert page() == PAGE and shown.count(header) == 1
+    assert shown.index("<body>") < shown.index(header) < shown.index("<main")
+    assert len(shown) < len(PAGE) + len(header)  # in place of a comment
 
 
 def test_page_loads_nothing_and_makes_no_markup_of_text():
