@@ -10,6 +10,11 @@ from ..errors import any_of
 from .choices import AUTO_ON_OFF, MATMUL_PATHS, METHODS, POLICIES, TASKS, WEIGHT_FORMATS
 from .fields import Fault, Settings, facts_of, option
 
+# Of the tokens that are trained on: two evaluations then cost about as much of a run
+HELD_OUT_SHARE = 0.05
+LEAST_HELD_OUT = 32  # examples, of a short run too
+MOST_HELD_OUT = 400  # which give two digits: a share of right answers to 2.5 points
+
 _data = partial(option, section="Model and data")
 _optimization = partial(option, section="Optimization")
 _schedule = partial(_optimization, phase=True, own_layers="optimizer")

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.optimizers as optimizers
 import numpy as np
 
+from ..config.common import HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT
 from ..config.data import DataConfig
 from ..config.fields import fields_where
 from ..config.schema import TrainConfig
@@ -239,11 +240,7 @@ def counts_of(data: Sequence[PhaseData]) -> dict[str, int]:
     return {key: count for each in data for key, count in each.counts().items()}
 
 
-# Of the tokens that are trained on: two evaluations then cost about as much of a run
-HELD_OUT_SHARE = 0.05
-_LEAST_EXAMPLES = 32  # also of a short run; or as many as have `_LEAST_TOKENS`, if these are fewer
-_LEAST_TOKENS = 4096
-_MOST_EXAMPLES = 400  # which give two digits: a share of right answers to 2.5 points
+_LEAST_TOKENS = 4096  # of the least examples, which are fewer if they are long
 
 
 def sample(lengths: np.ndarray, trained_tokens: float) -> np.ndarray:
@@ -258,8 +255,8 @@ def sample(lengths: np.ndarray, trained_tokens: float) -> np.ndarray:
     totals = np.cumsum(np.asarray(lengths)[order])
 
     affordable = np.searchsorted(totals, HELD_OUT_SHARE * trained_tokens, side="right")
-    least = min(_LEAST_EXAMPLES, np.searchsorted(totals, _LEAST_TOKENS, side="right"))
-    count = min(_MOST_EXAMPLES, max(2, affordable, least))
+    least = min(LEAST_HELD_OUT, np.searchsorted(totals, _LEAST_TOKENS, side="right"))
+    count = min(MOST_HELD_OUT, max(2, affordable, least))
     return order[:count]
 
 

@@ -51,7 +51,7 @@ def scored_first(monkeypatch):
 @pytest.mark.usefixtures("scored_first")
 def test_a_run_evaluates_a_sample_says_so_and_resumes_with_it(tmp_path, monkeypatch):
     """Before and after are of the same examples, whose number and that of all are recorded."""
-    monkeypatch.setattr(phases, "_LEAST_EXAMPLES", 4)  # of six
+    monkeypatch.setattr(phases, "LEAST_HELD_OUT", 4)  # of six
     rows = [{"prompt": f"Say {i}.", "completion": f"It is {i}."} for i in range(9)]
     data = write_rows(tmp_path / "rows", train=rows, valid=rows[:4], test=rows[:6])
     noisy = {"neftune_noise_alpha": 5.0}
