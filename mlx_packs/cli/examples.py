@@ -37,6 +37,8 @@ plan
     packs plan --model mlx-community/Qwen3-4B-4bit --memory 16GB
   List settings with which a run fits into 10 GB, whatever else the machine does:
     packs plan --model mlx-community/Qwen3-8B-4bit --budget 10GB
+  Compare two models:
+    packs plan --model mlx-community/Qwen3-4B-4bit --model mlx-community/Qwen3-8B-4bit
 
 bench
   Time training steps of the bundled model, alongside mlx-lm's:

@@ -1,10 +1,11 @@
-"""`packs plan`: what fits into memory."""
+"""`packs plan`: what fits into memory, and how long it takes."""
 
 import dataclasses
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,10 +14,11 @@ from ..config.fields import facts_of
 from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
 from ..display import hanging, size
 from ..errors import PackError
+from ..files import free_bytes
 from . import options
 from .options import option
-from .output import exit_if_failed, print_report
-from .recipe import read_recipes, recipe_of
+from .output import exit_if_failed, print_report, text_table
+from .recipe import Files, read_recipes, recipe_of
 from .topics import TopicCommand
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ _HAS_CODE = (
 _SETTINGS = [
     name
     for name, field in options.SETTINGS.items()
-    if facts_of(field).memory or facts_of(field).disk
+    if facts_of(field).memory or facts_of(field).disk or facts_of(field).time
 ]
 
 
@@ -108,7 +110,12 @@ _memory = partial(option, section="Memory and speed")
     default_text="not counted",
 )
 @options.recipes
-@options.setting("model", _default_text("model"))
+@options.setting(
+    "model",
+    _default_text("model"),
+    multiple=True,
+    help=f"{facts_of(options.SETTINGS['model']).help} Several are compared in a table.",
+)
 @options.add(*(options.setting(name, partial(_default_text, name)) for name in _SETTINGS))
 @options.as_json
 def plan(
@@ -117,31 +124,129 @@ def plan(
     device: str | None,
     machines: int | None,
     configs: tuple[str, ...],
+    model: tuple[str, ...],
     **flags,
 ) -> None:
-    """Estimate memory and disk space, and suggest a training command.
+    """Estimate memory, time and disk space, and suggest a training command.
 
     Only config.json and tensor headers are read, also of a model on the Hub. Options of
-    `packs train` that change memory or disk space, such as --rank, are accepted and kept. Of the
-    others, batch size, activation checkpointing, sequence length and rank are reduced, in this
-    order, until the run fits; the exit code is 1 if none does. The last line is its command.
+    `packs train` that change memory, time or disk space, such as --rank, are accepted and kept.
+    Of the others, batch size, activation checkpointing, sequence length and rank are reduced, in
+    this order, until the run fits; the exit code is 1 if none does. The last line is its command.
+    Several --model give a table with the best plan of each.
     """
+    if device is not None and memory is None and budget is None:
+        raise PackError(
+            f"--device {device}: needs the memory of that machine. Add --memory GB.", "conflict"
+        )
+    if machines is not None and len(model) > 1:
+        raise PackError("--machines: takes one --model. Leave out the others.", "conflict")
+
+    flags = {k: v for k, v in flags.items() if v is not None}
+    files = read_recipes(configs)
+    limit, notes = _limit(memory, budget, device)
+    settings = {"flags": flags, "files": files, "configs": configs}
+    plan_model = partial(_plan_model, **settings, limit=limit, device=device, machines=machines)
+    here = _machine(recipe_of(flags, files))
+    if memory is None and budget is None:
+        notes = _machine_lines(here)
+
+    if len(models := tuple(dict.fromkeys(model))) > 1:
+        _print_table(plan_model, models, limit, here, notes)
+        return
+
+    report, lines, _ = plan_model(models[0] if models else None)
+    before = next(i for i, line in enumerate(lines) if line.startswith("dtype "))
+    lines[before:before] = notes
+    print_report({**report, "machine": here}, lines)
+    if not report["fits"]:
+        exit_if_failed([f"{report['model']}: no way of training it fits into {size(limit)}"])
+
+
+def _print_table(
+    plan_model: Callable, models: Sequence[str], limit: int, here: dict, notes: list[str]
+) -> None:
+    """Print the best plan of each model; what keeps one from being planned is a line below."""
+    reports = []
+    rows = []
+    unknown = {}
+    errors = []
+    for name in models:
+        try:
+            report, _, best = plan_model(name)
+        except PackError as error:
+            errors.append(error)
+            reports.append({"model": name, "fits": False, "options": [], **error.to_json()})
+            continue
+
+        reports.append(report)
+        kind, path, _, batch, _, peak, fit = best.cells
+        rows.append([name.rpartition("/")[2], kind, path, batch, peak, best.run.text(), fit])
+        if best.run.low is None:
+            unknown[best.run.line()] = None
+
+    if len(errors) == len(models) and len({error.message for error in errors}) == 1:
+        raise errors[0]  # it is not about a model
+
+    lines = [f"memory  {size(limit)}", *notes, ""]
+    if rows:
+        head = ["model", "method", "path", "batch", "peak", "run", "fits"]
+        lines += text_table(head, rows, _width())
+    lines += [f"run     {reason}" for reason in unknown]
+    lines += [f"no plan {error.message}" for error in errors]
+
+    print_report({"models": reports, "machine": here}, lines)
+    if not any(report["fits"] for report in reports):
+        exit_if_failed([f"none of the {len(models)} models can be trained in {size(limit)}"])
+
+
+def _width() -> int:
+    return min(100, shutil.get_terminal_size((100, 24)).columns)
+
+
+def _machine(recipe: Recipe) -> dict:
+    """Return this machine: its memory (on a Mac what Metal recommends), and what is free now."""
+    from ..memory.pressure import free_memory
+    from ..runtime import device_name, total_memory
+
+    out = Path(recipe.run.get("out") or "packs").expanduser()
+    free = {"free_memory_gb": free_memory(), "free_disk_gb": free_bytes(out)}
+    return {
+        "chip": device_name(),
+        "memory_gb": total_memory() / 1e9,
+        **{name: count if count is None else count / 1e9 for name, count in free.items()},
+        "out": str(out),
+    }
+
+
+def _machine_lines(here: dict) -> list[str]:
+    parts = [here["chip"]]
+    if (free := here["free_memory_gb"]) is not None:
+        parts.append(f"{size(1e9 * free)} of memory free now")
+    if (free := here["free_disk_gb"]) is not None:
+        parts.append(f"{size(1e9 * free)} of disk")
+    return hanging(f"machine {' · '.join(parts)}", _width()).split("\n")
+
+
+def _plan_model(
+    model: str | None,
+    flags: Mapping,
+    files: Files,
+    configs: Sequence[str],
+    limit: int,
+    device: str | None,
+    machines: int | None,
+) -> tuple[dict, list[str], "PlanOption"]:
+    """Return report, lines and best plan of a model; None is the one that the files name."""
     from ..memory.read import read_headers
     from ..memory.recommend import recommend, table
     from ..memory.row_shapes import row_shapes
     from ..runtime import assumed_device
 
-    if device is not None and memory is None and budget is None:
-        raise PackError(
-            f"--device {device}: needs the memory of that machine. Add --memory GB.", "conflict"
-        )
-
-    flags = {k: v for k, v in flags.items() if v is not None}
-    files = read_recipes(configs)
-    recipe = recipe_of(flags, files)
+    named = {} if model is None else {"model": model}
+    recipe = recipe_of({**flags, **named}, files)
     model = recipe.model
     unflagged = recipe_of({"model": model}, files)
-    limit, shared = _limit(memory, budget, device)
     headers = read_headers(model)
 
     names = recipe.specified
@@ -151,20 +256,19 @@ def plan(
         if names & DATA_SETTINGS:
             rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora)
         headers = dataclasses.replace(headers, image_tokens=rows and rows.image_tokens)
-        known = recipe.lora, recipe.train, names, rows and rows.shapes_of
-        choices = recommend(headers, limit, *known)
+        shapes = (rows and rows.shapes_of, rows and rows.epoch_of)
+        choices = recommend(headers, limit, recipe.lora, recipe.train, names, *shapes)
 
         report = []
         for choice in choices:
-            command = shlex.join([*shlex.split(choice.command(model, configs, unflagged)), *data])
+            command = choice.command(model, configs, unflagged)
+            command = shlex.join([*shlex.split(command), *data])
             report.append({**_facts(choice, headers), "command": command})
 
-        width = min(100, shutil.get_terminal_size((100, 24)).columns)
-        lines = table(choices, headers, limit, configs, unflagged, width)
+        lines = table(choices, headers, limit, configs, unflagged, _width())
         if machines is not None:
-            needed = _add_machines(report, lines, headers, limit, recipe, machines, width)
+            needed = _add_machines(report, lines, headers, limit, recipe, machines)
 
-    lines[1:1] = shared
     if headers.code is not None:
         lines.insert(1, _HAS_CODE.format(headers.code))
     if data and lines[-1].startswith("try:    packs"):
@@ -173,9 +277,7 @@ def plan(
         lines[1:1] = _data_lines(recipe.data.data, rows, choices[0])
 
     fits = any(choice.fit != "no" for choice in choices) or needed not in (None, "none")
-    print_report({"model": model, "fits": fits, "options": report}, lines)
-    if not fits:
-        exit_if_failed([f"{model}: no way of training it fits into {size(limit)}"])
+    return {"model": model, "fits": fits, "options": report}, lines, choices[0]
 
 
 def _add_machines(
@@ -185,7 +287,6 @@ def _add_machines(
     memory: int,
     recipe: Recipe,
     machines: int,
-    width: int,
 ) -> str:
     """Add what a run needs of some machines; return it, ``none`` if it fits on no number."""
     from ..memory.pipeline import plan_machines
@@ -194,7 +295,7 @@ def _add_machines(
 
     for each in report:
         each["machines"] = needed.to_json()
-    lines[-1:-1] = hanging(needed.line(), width).split("\n")
+    lines[-1:-1] = hanging(needed.line(), _width()).split("\n")
     return needed.needed
 
 

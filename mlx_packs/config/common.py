@@ -61,6 +61,7 @@ class CommonConfig(Settings):
         None,
         "Train on all examples this many times, instead of --iters.",
         metavar="N",
+        time=True,
         above=0,
         at_most=10_000,
         resumable=True,
@@ -109,6 +110,7 @@ class CommonConfig(Settings):
         "End after this time (6h, 90m, 30s) and write the pack; --resume continues. The learning "
         "rate follows --iters.",
         metavar="TIME",
+        time=True,
         resumable=True,
     )
     max_grad_norm: float | None = _step(
@@ -216,6 +218,7 @@ class CommonConfig(Settings):
         "the run.",
         metavar="N",
         shown_default="a sample",
+        time=True,
         at_least=1,
         or_all=True,
     )

@@ -59,6 +59,7 @@ class Facts:
     tasks: tuple[str, ...] = ()  # that have it; empty where all do
     memory: bool = False  # whether the peak memory of a run depends on it
     disk: bool = False  # whether the disk space of a run depends on it
+    time: bool = False  # whether its time does, but neither memory nor disk space
     # Whether it may differ when a run is resumed. "without-dropout": a change keeps the results up
     # to rounding, but dropout would draw other masks.
     resumable: bool | Literal["without-dropout"] = False

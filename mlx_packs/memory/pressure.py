@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .. import macos
 from ..display import size
+from ..runtime import host_memory
 
 NONE, LOW, CRITICAL = range(3)  # levels: nothing, take less, end before the system swaps or kills
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -29,8 +30,16 @@ def memory_pressure() -> Pressure:
     if macos.is_macos():
         return _of_macos()
 
-    pressures = [*map(_of_group, _groups()), _of_machine()]
-    return max(pressures, key=lambda pressure: pressure.level)
+    pressures = [_of_room(*room) for room in _rooms()]
+    return max(pressures, key=lambda pressure: pressure.level, default=Pressure(NONE))
+
+
+def free_memory() -> int | None:
+    """Return the bytes of host memory that programs can have now; None if that is not known."""
+    if not macos.is_macos():
+        return min((available for available, *_ in _rooms()), default=None)
+    percent = macos.sysctl("kern.memorystatus_level")  # as memory_pressure(1) prints it
+    return host_memory() * percent // 100 or None
 
 
 def _of_room(available: int, limit: int, name: str) -> Pressure:
@@ -61,20 +70,21 @@ def _groups() -> Iterator[Path]:
         yield _CGROUPS
 
 
-def _of_group(group: Path) -> Pressure:
-    """Return the pressure in a cgroup, if it has a limit; caches of files can be dropped."""
-    with suppress(OSError, ValueError):  # no such file, or "max"
-        most = int((group / "memory.max").read_text())
-        taken = int((group / "memory.current").read_text())
-        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-        taken -= sum(int(n) for name, n in lines if name in ("inactive_file", "active_file"))
-        return _of_room(most - taken, most, "the container's memory")
-    return Pressure(NONE)
-
-
-def _of_machine() -> Pressure:
+def _rooms() -> Iterator[tuple[int, int, str]]:
+    """Yield the available bytes, all bytes and the name of each memory that limits this process."""
+    for group in _groups():
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            yield _of_group(group)
     with suppress(OSError, ValueError, KeyError):
         lines = (_PROC / "meminfo").read_text().splitlines()
         kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
-        return _of_room(kib["MemAvailable"] << 10, kib["MemTotal"] << 10, "the memory")
-    return Pressure(NONE)
+        yield kib["MemAvailable"] << 10, kib["MemTotal"] << 10, "the memory"
+
+
+def _of_group(group: Path) -> tuple[int, int, str]:
+    """Return the room in a cgroup, whose caches of files can be dropped."""
+    most = int((group / "memory.max").read_text())
+    taken = int((group / "memory.current").read_text())
+    lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+    taken -= sum(int(n) for name, n in lines if name in ("inactive_file", "active_file"))
+    return most - taken, most, "the container's memory"

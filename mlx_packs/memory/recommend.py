@@ -47,6 +47,7 @@ from .plan import (
 )
 from .read import estimator_of
 from .row_shapes import ShapesOf
+from .run_time import EpochOf, RunTime, predict_run
 from .step_time import StepTime, predict, slow_in_place
 
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
@@ -98,6 +99,7 @@ class PlanOption:
         fit: As of `plan.verdict`.
         why: What was reduced, and what takes most, in one line.
         step: How long a step takes on this device; None where that is not known.
+        run: How long all steps and evaluations take.
     """
 
     method: str
@@ -108,6 +110,7 @@ class PlanOption:
     fit: str
     why: str
     step: StepTime | None = None
+    run: RunTime | None = None
     longest: int | None = None  # tokens of a row of the longest batch, by the rows of the run
 
     @property
@@ -123,6 +126,20 @@ class PlanOption:
             return self.method
         return f"{self.method} {self.quantize}"
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Method, path, rank, batch, recomputation, peak and fit, as tables show them."""
+        train = self.train
+        return (
+            self.kind,
+            self.plan.matmul_path,
+            "-" if train.trains_base else str(self.lora.rank),
+            f"{train.batch_size} x {self.longest or train.max_seq_length}",
+            train.recomputes,
+            size(self.plan.peak_bytes),
+            "yes" if self.fits else self.fit,
+        )
+
     def dtype(self, config: Mapping) -> ComputeDtype:
         train = self.train
         return choose_compute_dtype(config, train.compute_dtype, train.trains_base)
@@ -132,7 +149,7 @@ class PlanOption:
 
         Sizes of ``parts`` are in bytes; they add up to the peak. ``error`` is the share by which
         peak_gb may be off. ``step_s`` is null where it is not known; ``step_error`` is the share by
-        which steps that were measured differed.
+        which steps that were measured differed. ``seconds`` of the run are as of `RunTime`.
         """
         return {
             "method": self.method,
@@ -149,6 +166,7 @@ class PlanOption:
             "step_s": self.step and self.step.seconds,
             "step_error": self.step and self.step.error,
             "step_source": self.step and self.step.source,
+            "seconds": self.run and self.run.to_json(),
             "fits": self.fits,
             "fit": self.fit,
             "why": self.why,
@@ -174,10 +192,13 @@ class PlanOption:
         defaults = defaults or Recipe()
         before = {**vars(defaults.train), **vars(defaults.lora)}
         wanted = {**vars(self.train), **vars(self.lora)}
-        unused = ADAPTER_SETTINGS if self.train.trains_base else ()
+        unused = list(ADAPTER_SETTINGS if self.train.trains_base else ())
+        if self.train.epochs is not None:
+            unused.append("iters")
 
         names = fields_where(TrainConfig, LoRAConfig, memory=True)
-        for name in (*names, *fields_where(TrainConfig, disk=True)):
+        others = (fields_where(TrainConfig, **{fact: True}) for fact in ("disk", "time"))
+        for name in (*names, *itertools.chain(*others)):
             if name not in unused and (name in _ALWAYS or wanted[name] != before[name]):
                 words += _flag(name, wanted[name])
         return shlex.join(words)
@@ -204,12 +225,13 @@ def recommend(
     train: TrainConfig | None = None,
     specified: frozenset[str] = frozenset(),
     shapes_of: ShapesOf | None = None,
+    epoch_of: EpochOf | None = None,
 ) -> list[PlanOption]:
     """Return ways of training a base within ``memory`` bytes, the best first.
 
     Settings that are not ``specified`` are reduced until it fits, in this order: batch_size,
     recompute, max_seq_length, rank; of matmul_path and quantize all are tried. Without
-    ``shapes_of`` every row has max_seq_length tokens.
+    ``shapes_of`` every row has max_seq_length tokens; ``epoch_of`` is for the time of the run.
     """
     if memory <= 0:
         raise PackError(f"--memory {memory / 1e9:g}: must be above 0 GB.")
@@ -243,6 +265,9 @@ def recommend(
         replace(
             option,
             step=predict(headers, option.lora, option.train),
+            run=predict_run(
+                headers, option.lora, option.train, epoch_of and epoch_of(option.train)
+            ),
             longest=request.longest(option.train),
         )
         for option in options
@@ -482,16 +507,14 @@ def table(
     ]
 
     for o in options:
-        batch = f"{o.train.batch_size} x {o.longest or o.train.max_seq_length}"
-        rank = "-" if o.train.trains_base else o.lora.rank
-        answer = "yes" if o.fits else o.fit
+        kind, path, rank, batch, recompute, peak, fit = o.cells
         seconds = ""
         if has_times:
             step_s = f"{o.step.seconds:.3g}" if o.step else "-"
             seconds = f"{step_s:>6} "
         lines.append(
-            f"{o.kind:<{indent}} {o.plan.matmul_path:<9}{rank:>4} {batch:>8} "
-            f"{o.train.recomputes:>9} {size(o.plan.peak_bytes):>8} {seconds}{answer}"
+            f"{kind:<{indent}} {path:<9}{rank:>4} {batch:>8} {recompute:>9} {peak:>8} "
+            f"{seconds}{fit}"
         )
 
     lines += ["", f"parts of {best.kind} at the peak"]
@@ -532,6 +555,8 @@ def _notes(best: PlanOption, headers: Headers, width: int) -> list[str]:
         if best.step.error:
             time += f", ± {best.step.error:.0%} on those steps"
         notes["time"] = f"{time}. Every example is of full length."
+    if best.run:
+        notes["run"] = best.run.line()
 
     lines = (hanging(f"{label:<8}{text}", width) for label, text in notes.items())
     return "\n".join(lines).splitlines()

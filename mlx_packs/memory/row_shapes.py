@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -15,16 +15,20 @@ from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.batches import training_set
+from ..data.dataset import Dataset
 from ..data.encoding import EncodingOptions
 from ..data.rows import load_rows
 from ..data.sampler import Sampler
-from ..data.shapes import sequence_inputs
+from ..data.shapes import TreeShape, sequence_inputs
 from ..data.sharing import cut_to, plan_trees, training_batches
 from ..data.token_cache import encode_cached
 from ..errors import PackError
 from ..files import is_pattern
 from ..vision.tokenizer import tokenizer_of
 from .plan import Shape
+from .run_time import EpochOf, EpochSize
+
+_SAMPLED_BATCHES = 1000
 
 ShapesOf = Callable[[TrainConfig], set[Shape]]
 
@@ -35,6 +39,7 @@ class RowShapes(NamedTuple):
     count: int
     longest: int  # tokens of the longest row
     shapes_of: ShapesOf  # of a run's batches
+    epoch_of: EpochOf
     image_tokens: int = 0  # of all images
 
 
@@ -66,25 +71,48 @@ def row_shapes(
     lengths = np.asarray(examples.lengths)
     targets = np.asarray(examples.target_counts)
 
-    def shapes_of(train: TrainConfig) -> set[Shape]:
-        if train.share_prefix != "off":
-            return tree_shapes(train.batch_size, train.max_seq_length)
-
-        inputs = sequence_inputs(train.max_seq_length)
-        cut = np.minimum(lengths, inputs + 1)
-        rows = SimpleNamespace(lengths=cut, target_counts=np.minimum(targets, cut))
-
-        sampler = Sampler(cut, train.batch_size, inputs, train.seed, train.packing)
-        return training_set(rows, sampler).shapes(train.iters)
-
     @cache
-    def tree_shapes(batch_size: int, max_seq_length: int) -> set[Shape]:
+    def dataset_of(batch_size: int, max_seq_length: int) -> Dataset:
         settings = replace(train, batch_size=batch_size, max_seq_length=max_seq_length)
+        inputs = sequence_inputs(max_seq_length)
+        sampler = partial(Sampler, batch_size=batch_size, inputs=inputs, seed=train.seed)
+        if train.share_prefix == "off":
+            cut = np.minimum(lengths, inputs + 1)
+            rows = SimpleNamespace(lengths=cut, target_counts=np.minimum(targets, cut))
+            return training_set(rows, sampler(cut, packing=train.packing))
+
         rows = cut_to(examples, max_seq_length)
         trees = plan_trees(settings, lora, rows, np.arange(len(rows)))
-        inputs = sequence_inputs(max_seq_length)
-        sampler = Sampler(rows.lengths, batch_size, inputs, train.seed, train.packing)
-        return training_batches(trees, rows, sampler).shapes(train.iters)
+        return training_batches(trees, rows, sampler(rows.lengths, packing=train.packing))
+
+    @cache
+    def shapes_by_size(batch_size: int, max_seq_length: int) -> set[Shape]:
+        return dataset_of(batch_size, max_seq_length).shapes(train.iters)
+
+    @cache
+    def epoch_by_size(batch_size: int, max_seq_length: int) -> EpochSize:
+        held_out = splits.rows["test"] or splits.rows["valid"]
+        others = (-(-len(rows) // batch_size) for rows in (splits.rows["valid"], held_out))
+        return EpochSize(*_epoch(dataset_of(batch_size, max_seq_length), batch_size), *others)
+
+    def shapes_of(train: TrainConfig) -> set[Shape]:
+        return shapes_by_size(train.batch_size, train.max_seq_length)
+
+    def epoch_of(train: TrainConfig) -> EpochSize:
+        return epoch_by_size(train.batch_size, train.max_seq_length)
 
     image_tokens = images.counts()["tokens"] if (images := images_of(tokenizer)) else 0
-    return RowShapes(len(examples), int(lengths.max()), shapes_of, image_tokens)
+    return RowShapes(len(examples), int(lengths.max()), shapes_of, epoch_of, image_tokens)
+
+
+def _epoch(dataset: Dataset, batch_size: int) -> tuple[int, float]:
+    """Return the batches of an epoch and, by a sample, the mean inputs of their sequences."""
+    orders = dataset.sampler.epoch(0)
+    inputs = []
+    for i in range(0, len(orders), -(-len(orders) // _SAMPLED_BATCHES)):
+        (shape,) = dataset.collate.shapes(dataset.examples, iter([orders[i]]))
+        if isinstance(shape, TreeShape):
+            inputs.append(shape.computed(batch_size) / batch_size)
+        else:
+            inputs.append(shape[0])
+    return len(orders), float(np.mean(inputs))

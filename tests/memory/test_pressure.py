@@ -53,6 +53,17 @@ def test_a_container_has_little_left(system, used, cached, level):
     assert result.level == level and ("container" in result.reason) == bool(level)
 
 
+def test_the_least_room_is_what_is_free(system, monkeypatch):
+    assert pressure.free_memory() == 50 * GB
+    group(system, f"{10 * GB}\n", 6 * GB, 2 * GB)
+    assert pressure.free_memory() == 6 * GB
+    monkeypatch.setattr(macos, "is_macos", lambda: True)
+    monkeypatch.setattr(pressure, "host_memory", lambda: 100 * GB)
+    for percent, free in ((40, 40 * GB), (0, None)):
+        monkeypatch.setattr(macos, "sysctl", {"kern.memorystatus_level": percent}.__getitem__)
+        assert pressure.free_memory() == free
+
+
 def test_a_container_without_a_limit_is_the_machine(system):
     group(system, "max\n", 10 * GB, 0)
     assert memory_pressure().level == NONE

@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks.plan_table import CONFIGS, headers_of, rows
 from mlx_packs import LoRAConfig, TrainConfig, runtime
+from mlx_packs.cli import plan
 from mlx_packs.cli.recipe import read_recipes, recipe_of
 from mlx_packs.cli.train import train as train_command
+from mlx_packs.memory import pressure
 from mlx_packs.memory.estimate import estimate
 from mlx_packs.memory.headers import Headers
 from mlx_packs.memory.read import read_headers
@@ -188,6 +190,61 @@ def test_the_table_fits_the_terminal(columns, memory, shown, run, monkeypatch):
     assert shown in lines[0]
 
 
+def test_the_command_has_epochs_in_the_place_of_iters(run):
+    last = run("plan", "--epochs", "2", "--time", "5m", "--memory", "8")[1].splitlines()[-1]
+    assert "--epochs 2" in last and "--time 5m" in last and "--iters" not in last
+
+
+def test_the_plan_has_this_machine_unless_it_is_for_another(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pressure, "free_memory", lambda: 5 * 10**9)
+    monkeypatch.setattr(plan, "free_bytes", lambda folder: 7 * 10**9)
+    machine = json.loads(run("plan", "--json")[1])["machine"]
+    expected = {"free_memory_gb": 5.0, "free_disk_gb": 7.0, "out": "packs"}
+    assert machine.items() >= expected.items()
+    assert machine["chip"] == runtime.device_name()
+    assert machine["memory_gb"] == runtime.total_memory() / 1e9
+    (tmp_path / "c.yaml").write_text("out: there/x\n")
+    assert json.loads(run("plan", "--json", "-c", "c.yaml")[1])["machine"]["out"] == "there/x"
+
+    line = run("plan")[1].splitlines()[1]
+    assert line.startswith("machine ") and "5.00 GB" in line and "7.00 GB" in line
+    assert "machine " not in run("plan", "--memory", "8")[1]
+    monkeypatch.setattr(pressure, "free_memory", lambda: None)
+    assert json.loads(run("plan", "--json")[1])["machine"]["free_memory_gb"] is None
+
+
+def test_several_models_are_planned_in_one_call(run, tmp_path):
+    write_headers(tmp_path / "small", dense_headers("small"))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text("{")
+    names = [str(tmp_path / "small"), str(tmp_path / "bad"), "tiny"]
+    arguments = [word for name in names for word in ("--model", name)]
+    code, out, err = run("plan", "--memory", "16", *arguments, "--json")
+    small, bad, tiny = json.loads(out)["models"]
+    assert code == 0, err
+    assert [entry["model"] for entry in (small, bad, tiny)] == names
+    assert tiny["fits"] and not bad["fits"] and not bad["options"]
+    assert bad["error"]["code"] == "unreadable" and "config.json" in bad["error"]["message"]
+    alone = json.loads(run("plan", "--memory", "16", "--model", names[0], "--json")[1])
+    assert small == {name: alone[name] for name in ("model", "fits", "options")}
+
+    code, out, _ = run("plan", "--memory", "16", *arguments)
+    head, *rows, _, _, fault = out.splitlines()[2:]
+    assert code == 0 and len(rows) == 2 and rows[1].startswith("tiny ") and head.endswith("fits")
+    assert out.count("run     not known: ") == 2 and fault.startswith("no plan ")
+
+
+def test_several_models_that_do_not_fit_or_are_wrong(run, rejected, tmp_path):
+    write_headers(tmp_path / "small", dense_headers("small"))
+    two = ("--model", "tiny", "--model", tmp_path / "small")
+    code, out, err = run("plan", "--memory", "0.001", *two)
+    assert code == 1 and out.count(" no\n") == 2 and "none of the 2 models" in err
+    gone = rejected("plan", "--data", tmp_path / "none", "--hf-dataset", "a/b", *two)
+    assert gone.flag in ("data", "hf_dataset")
+    check(rejected("plan", "--machines", 2, *two), "conflict", "machines")
+
+
 def test_seeds_are_in_the_command(run):
     assert run("plan", "--seeds", "3")[1].splitlines()[-1].endswith("--seeds 3 --out DIR")
 
@@ -252,11 +309,15 @@ def test_a_plan_for_another_device_is_that_of_the_device(tmp_path, run):
     base = write_headers(tmp_path / "base", dense_headers("small"))
     plan = ["plan", "--model", base, "--memory", 16, "--batch-size", 1, "--max-seq-length", 512]
     plan += ["--recompute", "none", "--rank", 8, "--json"]
-    reports = {device: run(*plan, "--device", device)[1] for device in ("cpu", "gpu")}
-    assert reports["cpu"] == run(*plan)[1] != reports["gpu"]
+
+    def options(*more) -> list[dict]:
+        return json.loads(run(*plan, *more)[1])["options"]
+
+    reports = {device: options("--device", device) for device in ("cpu", "gpu")}
+    assert reports["cpu"] == options() != reports["gpu"]
     assert runtime.on_cpu()
     with runtime.assumed_device("gpu"):
-        assert run(*plan)[1] == reports["gpu"]
+        assert options() == reports["gpu"]
     assert run("plan", "--model", base, "--device", "gpu")[0] == 2
     check(run.error, "conflict", "device", "--memory")
 
