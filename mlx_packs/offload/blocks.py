@@ -10,7 +10,7 @@ reads again. So about two blocks of weights are in memory at a time.
 import functools
 import resource
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +18,7 @@ from typing import IO, Any
 import mlx.nn as nn
 
 from ..display import size
-from ..errors import BaseChanged
+from ..errors import BaseChanged, ReadFailed
 from ..nn.surgery import block_prefixes
 from ..reading import read_header
 from ..runtime import mx
@@ -26,6 +26,8 @@ from ..terminal import short
 from .disk import disk_rate
 
 _OPEN_FILES = 4096  # each read of a block holds one until it is computed; macOS allows 256
+
+_PUT_BACK = "Put the former file back."
 
 # what tells two states of a file apart: size, time of change in ns, inode
 FileState = tuple[int, int, int]
@@ -96,9 +98,7 @@ def _unchanged(file: Path, expected: FileState) -> Iterator[None]:
     """Raise `BaseChanged` if a file is not what it was, or cannot be read any more."""
     try:
         if state_of(file) != expected:
-            raise BaseChanged(
-                f"{file}: changed while the base is in use. Put the former file back."
-            )
+            raise BaseChanged(f"{file}: changed while the base is in use. {_PUT_BACK}")
         yield
     except (OSError, RuntimeError, ValueError) as error:  # the last of a short read
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -180,6 +180,17 @@ class OffloadedBlocks:
             stored.fill()
             mx.eval(list(stored._all()))
         self.on_disk = min(self.on_disk, first)
+
+    def check_unchanged(self) -> None:
+        """Raise `ReadFailed` if a file changed since blocks may have been read from it.
+
+        A file that is gone was read before, or MLX says that it could not be.
+        """
+        states = {f: state for block in self._stored for f, state in block.states.items()}
+        for file, state in states.items():
+            with suppress(OSError):
+                if state_of(file) != state:
+                    raise ReadFailed(f"{file}: changed during a step, which is lost. {_PUT_BACK}")
 
     @contextmanager
     def readable(self, path: str | None = None) -> Iterator[None]:

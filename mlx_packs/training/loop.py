@@ -286,6 +286,8 @@ class Loop:
                 self.guard.begin_update(started.random)
 
             loss, norm = started.step.read()
+            if (blocks := getattr(self.trainable.model, "blocks_on_disk", None)) is not None:
+                blocks.check_unchanged()
             start = max(started.start, self._read_at)
             self._read_at = time.perf_counter()
             self._count(started, loss, norm, self._read_at - start)

@@ -1,5 +1,6 @@
 """Runs with the base on disk end with the packs of runs with the base in memory, to the byte."""
 
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from mlx_packs.offload import placing
 from mlx_packs.packs.base import load_base
 from mlx_packs.reading import sha256
 from mlx_packs.runtime import mx
+from mlx_packs.training.step import StartedStep
 from tests.helpers.checkpoints import write_dense, write_quantized, write_stored
 from tests.helpers.documents import ROOT
 from tests.helpers.errors import raises
@@ -206,6 +208,23 @@ def test_a_run_whose_base_vanishes_is_saved_and_can_be_resumed(base, data, tmp_p
 
     os.rename(tmp_path / "gone", file)
     assert hash_of_pack(mine, data["chats"], train, tmp_path / "o", resume=True) == whole
+
+
+def test_a_step_during_which_a_file_changes_is_lost(base, data, tmp_path, monkeypatch):
+    mine = shutil.copytree(base, tmp_path / "mine")
+    steps = itertools.count(1)
+    read = StartedStep.read
+
+    def change_in_the_third(step):
+        if next(steps) == 3:
+            os.utime(mine / "model.safetensors", (0, 0))
+        return read(step)
+
+    monkeypatch.setattr(StartedStep, "read", change_in_the_third)
+    train = replace(RUN, offload_base="on", save_every=2)
+    with pytest.raises(RunStopped, match="changed during a step") as stopped:
+        hash_of_pack(mine, data["chats"], train, tmp_path / "o")
+    assert stopped.value.checkpoint.name == "step-000002"
 
 
 @pytest.mark.parametrize(
