@@ -86,8 +86,11 @@ def _put_in_place(partial: Path, path: Path) -> Path | None:
         os.rename(path, old)
         os.rename(partial, path)
     except BaseException:  # an interruption too
-        if old.exists() and not path.exists():
-            os.rename(old, path)
+        if old.exists():
+            if path.exists():  # another writer's folder, which replaces the old one as well
+                discard(old, path)
+            else:
+                os.rename(old, path)
         raise
     return old
 

@@ -207,6 +207,23 @@ def test_two_writers_at_once_leave_one_whole_folder(tmp_path, both_ways):
     assert names(tmp_path) == ["file", "x"]
 
 
+def test_a_writer_that_is_overtaken_between_two_renames_leaves_no_old_folder(tmp_path, monkeypatch):
+    write(tmp_path / "x", "old")
+    monkeypatch.setattr(filesystem, "exchange", lambda *_: False)
+    rename = os.rename
+
+    def let_another_be_faster(source, target):
+        rename(source, target)
+        if f".{OLD}-" in str(target):
+            monkeypatch.setattr(os, "rename", rename)
+            write(tmp_path / "x", "another")
+
+    monkeypatch.setattr(os, "rename", let_another_be_faster)
+    write(tmp_path / "x", "new")
+    assert text_of(tmp_path / "x") == "new"
+    assert names(tmp_path) == ["x"]
+
+
 def test_a_replaced_folder_is_there_at_every_instant(tmp_path):
     write(tmp_path / "x", "old")
     writer = threading.Thread(target=_write_often, args=(tmp_path / "x", "new"))
