@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import webbrowser
 from pathlib import Path
 
@@ -35,8 +36,8 @@ def studio(home: str, port: int, no_browser: bool) -> None:
     """Show the runs of a folder in the browser.
 
     The page follows runs while they train: loss curves, time left, answers to validation prompts,
-    results and errors. It only reads the run folders, and only the browser that opens the link can
-    see it.
+    results and errors. It starts the bundled example, and stops and resumes runs, which are
+    processes of their own and do not end with it. Only the browser that opens the link can see it.
     """
     check_installed("studio")
     folder = Path(home).expanduser().absolute()
@@ -53,12 +54,14 @@ def _run(folder: Path, listening: socket.socket, opens: bool) -> None:
     from ..serving.running import config_of, run_until_signalled
     from ..studio.access import Login, page_that_opens
     from ..studio.app import make_app
+    from ..studio.jobs import keep_starting
 
     login = Login()
     address = f"http://{_HOST}:{listening.getsockname()[1]}"
     echo(f"studio    {folder}")
     echo(f"at        {login.link(address)} · for one browser; Ctrl-C ends it, and no run")
 
+    threading.Thread(target=keep_starting, args=[folder], daemon=True).start()
     options = {"log_level": "warning", "timeout_graceful_shutdown": 1, "server_header": False}
     server = uvicorn.Server(config_of(make_app(folder, login), **options))
     # Without windows a browser would run in this terminal.

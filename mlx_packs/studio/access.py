@@ -16,6 +16,7 @@ from ..errors import PackError, file_errors
 from ..training.run_folder import run_folder
 
 RUNS = "packs"  # the folder of the home where packs and their runs are
+DATA = "data"  # the folder of the home where examples are
 LOGIN = "/login"
 POLICY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -131,10 +132,7 @@ def folder_of_run(home: Path, name: str) -> Path:
 
     A link could lead out of the home, or to what is no file of a run.
     """
-    if not _NAME.fullmatch(name):
-        text = "a name has up to 64 letters, digits, dots, hyphens and underscores"
-        raise PackError(f"'{name:.80}': is no name of a run ({text}).", "not-found")
-
+    check_name(name)
     folder = run_folder(home / RUNS / name)
     if not folder.is_dir():
         raise PackError(f"{folder.name}: there is no such run in {RUNS}/.", "not-found")
@@ -144,3 +142,18 @@ def folder_of_run(home: Path, name: str) -> Path:
         text = f"{links[0]} is a link, which is not followed. Put the original in its place."
         raise PackError(f"{folder.name}: {text}", "unreadable")
     return folder
+
+
+def check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        text = "a name has up to 64 letters, digits, dots, hyphens and underscores"
+        raise PackError(f"'{name:.80}': is no name of a run ({text}).", "not-found", "out")
+
+
+def check_data(home: Path, data: str) -> None:
+    """Check that examples are the bundled ones, or a file or folder below data/ of the home."""
+    folder = (home / DATA).resolve()
+    path = (home / data).resolve()
+    if data != "tiny" and not (path.exists() and path.is_relative_to(folder) and path != folder):
+        fault = f"there is no such file or folder in {DATA}/."
+        raise PackError(f"--data {data:.80}: {fault}", "not-found")

@@ -4,24 +4,34 @@ from collections.abc import Awaitable, Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+)
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ..reading import parse_json
 from ..report.page import environment
-from ..serving.http import AccessGuard, ServerSettings, error_response
+from ..serving.http import AccessGuard, ServerSettings, error_response, read_body
+from . import jobs
 from .access import LOGIN, Access, Login
 from .runs import live, report_page, run_page, runs_of
 
 _HERE = Path(__file__).parent
+_MOST_FIELDS = 100  # of a form
 _READERS = 4  # requests that read at once
+_FORM = "application/x-www-form-urlencoded"
+_EXAMPLE = {"sample_every": "50"}  # the bundled model and data are the defaults
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
@@ -40,8 +50,23 @@ def _failed(error: Exception) -> Response:
     return _error_page(response.status_code, message)
 
 
+async def _form_of(request: Request) -> dict[str, str]:
+    body = await read_body(request, _FORM)
+    try:
+        return dict(parse_qsl(body.decode(), max_num_fields=_MOST_FIELDS))
+    except ValueError:
+        raise HTTPException(400, "The form cannot be read.") from None
+
+
+def _to_run(name: str, query: str = "") -> Response:
+    return RedirectResponse(f"/runs/{name}{query}", 303)
+
+
 class Studio:
-    """Answers requests from the folders below a home; it keeps nothing of them."""
+    """Answers requests from the folders below a home; it keeps nothing of them.
+
+    Handlers of changes have the form that was sent as ``request.state.form``.
+    """
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -56,6 +81,7 @@ class Studio:
 
     def run(self, request: Request) -> Response:
         content = run_page(self._home, request.path_params["name"])
+        content["is_stopping"] = "stopping" in request.query_params
         return HTMLResponse(_rendered("run.html.jinja", **content))
 
     def lines(self, request: Request) -> Response:
@@ -69,6 +95,21 @@ class Studio:
         page = report_page(self._home, request.path_params["name"])
         return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
 
+    def start_example(self, _: Request) -> Response:
+        name = jobs.free_name(self._home, "example")
+        jobs.queue(self._home, name, _EXAMPLE)
+        return _to_run(name)
+
+    def stop(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        was_training = jobs.stop(self._home, name)
+        return _to_run(name, "?stopping") if was_training else RedirectResponse("/", 303)
+
+    def resume(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        jobs.resume(self._home, name, request.state.form.get("iters", ""))
+        return _to_run(name)
+
     def style(self, _: Request) -> Response:
         return Response(_rendered("studio.css.jinja"), media_type="text/css")
 
@@ -79,11 +120,16 @@ def make_app(home: Path, login: Login) -> Starlette:
     limit = anyio.CapacityLimiter(_READERS)
 
     def answering(handler: Callable[[Request], Response]) -> Callable[..., Awaitable[Response]]:
-        """Return a handler that runs in a thread, and shows its errors as pages."""
+        """Return a handler that runs in a thread, with the form that was sent.
+
+        Its errors are pages.
+        """
 
         @wraps(handler)
         async def answered(request: Request) -> Response:
             try:
+                if request.method == "POST":
+                    request.state.form = await _form_of(request)
                 return await anyio.to_thread.run_sync(handler, request, limiter=limit)
             except Exception as error:
                 return _failed(error)
@@ -105,7 +151,13 @@ def make_app(home: Path, login: Login) -> Starlette:
         "/runs/{name}/report": studio.report,
         "/studio.css": studio.style,
     }
+    changes = {
+        "/example": studio.start_example,
+        "/runs/{name}/stop": studio.stop,
+        "/runs/{name}/resume": studio.resume,
+    }
     routes: list[BaseRoute] = [Route(path, answering(each)) for path, each in handlers.items()]
+    routes += [Route(path, answering(each), methods=["POST"]) for path, each in changes.items()]
     routes += [Route(LOGIN, log_in), Mount("/static", StaticFiles(directory=_HERE / "static"))]
     app = Starlette(routes=routes, exception_handlers={HTTPException: on_error})
     app.add_middleware(AccessGuard, settings=ServerSettings(), computing=())

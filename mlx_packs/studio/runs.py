@@ -6,7 +6,6 @@ cannot be read is one line in place of the rest.
 
 import math
 import os
-import shlex
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,10 +31,11 @@ from ..report.facts import (
 from ..report.page import render, shown
 from ..serving.http import public_message
 from ..training.checkpoint import METRICS, batches_of
-from ..training.run_folder import CONFIG, SAMPLES, RunFolder
+from ..training.run_folder import CONFIG, LOG, SAMPLES, RunFolder, run_folder
 from ..training.run_page import facts_of_run, read_report, run_facts
 from ..training.status import PHASES, RunStatus, read_status
 from .access import RUNS, folder_of_run
+from .jobs import command_line, waiting_arguments
 
 _SUFFIX = "-run"
 _MOST_ROWS = 200
@@ -43,6 +43,8 @@ _MOST_POINTS = 2000  # of a series in an answer
 _TABLE_ROWS = 40
 _METRICS_BYTES = 64 << 20
 _LINE_BYTES = 1 << 20
+_LOG_BYTES = 256 << 10
+_LOG_LINES = 200
 _UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
 
 
@@ -56,6 +58,7 @@ class RunView:
     status: RunStatus | None = None
     recipe: Mapping = field(default_factory=dict)
     report: Mapping | None = None
+    last_line: str = ""  # of its log
 
     @property
     def state(self) -> str:
@@ -67,7 +70,9 @@ class RunView:
 
     @property
     def error(self) -> str:
-        return self.status.error or "It recorded no reason. Its process may have been killed."
+        """Why it ended; of a run that could not begin, the last line that it printed."""
+        unknown = "It recorded no reason. Its process may have been killed."
+        return self.status.error or (not self.recipe and self.last_line) or unknown
 
     @property
     def names(self) -> tuple[str, str]:
@@ -131,7 +136,14 @@ def _opened(home: Path, name: str) -> RunView:
     recipe = {}
     if (folder / CONFIG).exists() or not is_new:
         recipe = RunFolder(folder).read_identity()["recipe"]
-    return RunView(name, status=status, recipe=recipe, report=read_report(folder))
+    log = "" if recipe else "".join(_log(folder)[-1:])
+    return RunView(name, "", "", status, recipe, read_report(folder), log)
+
+
+def _log(folder: Path) -> list[str]:
+    """Return the last lines that a run of the studio printed."""
+    lines = tail(folder / LOG, most=_LOG_BYTES).lines[-_LOG_LINES:]
+    return [text(line.decode("utf-8", "replace"), MOST_TEXT) for line in lines]
 
 
 def progress_of(status: RunStatus) -> str:
@@ -179,8 +191,20 @@ def run_page(home: Path, name: str) -> dict[str, Any]:
             for key, gate in (gates if isinstance(gates, dict) else {}).items()
         ],
         "points": _table(facts.curve),
-        "command": shlex.join(["packs", "report", str(folder)]),
+        "log": _log(folder),
+        "command": _command(home, run, bool(checkpoints)),
     }
+
+
+def _command(home: Path, run: RunView, has_checkpoint: bool) -> str:
+    """Return what continues, starts or reports a run, for a terminal."""
+    folder = run_folder(home / RUNS / run.name)
+    arguments = ["report", str(folder)]
+    if run.state == "waiting":
+        arguments = waiting_arguments(home, folder)
+    elif has_checkpoint and run.state in ("stopped", "failed"):
+        arguments = ["train", f"--out={RUNS}/{run.name}", "--resume"]
+    return command_line(home, arguments)
 
 
 def live(home: Path, name: str, file: str, start: int) -> dict[str, Any]:

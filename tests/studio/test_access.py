@@ -39,12 +39,16 @@ def test_a_used_or_wrong_token_is_rejected(studio):
         assert status == 403 and "set-cookie" not in headers and b"used already" in body
 
 
-def paths(app) -> list[str]:
-    """Return a path of every route, from the application."""
-    files = [r.path + "/studio.js" if isinstance(r, Mount) else r.path for r in app.routes]
-    return [file.replace("{name}", "tickets") for file in files]
+def requests(app) -> list[tuple[str, str]]:
+    """Return a method and path of every route, from the application."""
+    files = [
+        ("GET", r.path + "/studio.js") if isinstance(r, Mount) else (min(r.methods), r.path)
+        for r in app.routes
+    ]
+    return [(method, path.replace("{name}", "tickets")) for method, path in files]
 
 
+FORM = "application/x-www-form-urlencoded"
 HOST = "http://127.0.0.1:{port}"
 FOREIGN = {
     "no cookie": ({"Cookie": ""}, 401),
@@ -64,29 +68,41 @@ def test_every_route_rejects_foreign_requests(home, studio, kind):
     make_run(home, metrics=losses(10))
     signed = studio.sign_in()
     headers, expected = FOREIGN[kind]
-    for path in paths(studio.app):
+    before = sorted(home.rglob("*"))
+    for method, path in requests(studio.app):
         if path == LOGIN and "Host" not in headers:
             continue  # it is how a browser gets in
-        status, answered, body = studio.request("GET", path, headers=signed | headers)
+        ours = {"Origin": HOST.format(port=studio.port)}
+        status, answered, body = studio.request(method, path, b"", signed | ours | headers)
         assert (status, path) == (expected, path)
         assert b"tickets" not in body and set(map(str.lower, POLICY)) <= set(answered)
+    assert sorted(home.rglob("*")) == before
 
 
 def test_every_route_answers_the_browser_that_signed_in(home, studio):
     make_run(home, metrics=losses(10, 20))
     signed = studio.sign_in()
     ours = {"Origin": HOST.format(port=studio.port), "Sec-Fetch-Site": "same-origin"}
-    for path in paths(studio.app):
+    for path in [path for method, path in requests(studio.app) if method == "GET"]:
         status, headers, _ = studio.request("GET", path, headers=signed | ours)
         assert (status, path) == (200, path)
         assert "'unsafe-inline'" not in headers["content-security-policy"].partition("style")[0]
 
 
-def test_a_change_needs_the_origin_of_our_page(studio):
-    signed = studio.sign_in()
-    ours = {"Origin": HOST.format(port=studio.port)}
-    assert studio.request("POST", "/", headers=signed)[0] == 403
-    assert studio.request("POST", "/", headers=signed | ours)[0] == 405  # there is none yet
+def test_a_change_needs_the_origin_of_our_page(home, studio):
+    make_run(home)
+    ours = {"Origin": HOST.format(port=studio.port), "Content-Type": FORM}
+    signed = studio.sign_in() | {"Content-Type": FORM}
+    path = "/runs/tickets/stop"
+    assert studio.request("POST", path, b"", signed)[0] == 403
+    assert studio.request("POST", path, b"", signed | ours)[0] == 409  # it does not run
+    for body, kind, status in (
+        (b"{}", "text/plain", 415),
+        (b"a=1&" * 200, FORM, 400),
+        (b"\xff", FORM, 400),
+    ):
+        headers = signed | ours | {"Content-Type": kind}
+        assert studio.request("POST", path, body, headers)[0] == status
 
 
 def test_texts_of_runs_are_escaped(home, studio):

@@ -140,16 +140,40 @@ def test_every_screen_is_accessible(home, opened, width, scheme):
         result = axe.run(page)
         assert result.violations_count == 0, result.generate_report()
 
+    home_url = page.url.rstrip("/")
     check()  # the empty home
     lines = [*losses(*range(1, 90)), {"batch": 80, "valid_loss": 1.2, "grad_norm": 1e-7}]
     long = "averylongword" * 40
     make_run(home, "done", lines, [sample(0, long), sample(9, long)], report=RESULT)
     make_run(home, "failed", lines, ended={**ERROR, "error": f"/{long}: gone"}, checkpoint=50)
+    (make_run(home, "waits", begun=False) / "waiting.json").write_text('{"settings": {}}')
     make_run(home, "begun", begun=False, phase="Reading the model")
     (make_run(home, "damaged") / "config.json").write_text("{")
-    for path in ("/", "/runs/done", "/runs/failed", "/runs/begun", "/runs/damaged"):
-        page.goto(page.url.split("/runs")[0].rstrip("/") + path)
+    paths = ("done", "failed", "begun", "waits", "damaged")
+    for path in ("/", *(f"/runs/{name}" for name in paths)):
+        page.goto(home_url + path)
         check()
     page.goto(page.url.replace("damaged", "done"))
     page.locator("summary").first.click()
     check()
+
+
+def test_the_example_is_started_stopped_resumed_and_done(home, opened, expect):
+    page = opened()
+    page.get_by_role("button", name="Try the example").click()
+    expect(page.get_by_role("group", name="Loss")).to_be_visible()
+    page.get_by_role("button", name="Stop and keep progress").click()
+    state = page.locator("header .state")
+    expect(state).to_have_text("stopped")
+    batch = int(page.get_by_text("The last checkpoint is batch").text_content().split()[-1][:-1])
+
+    page.get_by_role("button", name="Resume").click()
+    expect(state).to_have_text("training")
+    url, tabs = page.url, page.context
+    page.close()  # which changes nothing for the run
+    page = tabs.new_page()
+    page.goto(url)
+    expect(page.locator("#progress")).to_contain_text("Batch")
+    assert int(page.locator("#progress").text_content().split()[1]) >= batch
+    expect(page.locator("header .state")).to_have_text("finished", timeout=400_000)
+    expect(page.get_by_role("heading", name="Held-out results")).to_be_visible()

@@ -1,0 +1,245 @@
+"""Runs as processes of their own: queued, started, stopped and resumed.
+
+The folder of a run that waits has a ``waiting.json`` with its settings; its process removes it. The
+process also holds the lock of the queue to its end: studios on one home start one run at a time,
+and none twice, also when one of them is killed.
+"""
+
+import itertools
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..config.recipe import Recipe, base_defaults, check_data_named, check_method, resolve
+from ..config.schema import TrainConfig
+from ..errors import PackError, flag_of
+from ..files import atomic_write, make_folder, to_json, write_errors
+from ..filesystem import is_locked, lock
+from ..reading import check_regular, read_json
+from ..training.run_folder import LOG, WAITING, RunFolder, run_folder
+from ..training.status import read_status
+from .access import RUNS, check_data, check_name, folder_of_run
+from .commands import command_of
+
+# What a form or a waiting run may specify; all else has its default.
+SETTINGS = """
+model data task on_bad_row prompt_feature completion_feature text_feature iters epochs patience
+learning_rate batch_size grad_accumulation_steps rank max_seq_length recompute quantize metric
+sample_every seed
+""".split()
+# Settings of a recipe that reach beyond this machine, or run code that came with a model.
+_OF_TERMINALS = ("trust_remote_code", "allow_urls", "report_to")
+_QUEUE = ".studio.lock"
+_BYTES = 64 << 10
+_TICK_S = 5.0
+
+
+def recipe_of(settings: Mapping[str, str]) -> Recipe:
+    """Return the recipe of settings, as `packs train` resolves them; raise their first error."""
+    model = settings.get("model", "tiny")
+    task = settings.get("task", TrainConfig.task)
+    recipe = resolve(settings, defaults=base_defaults(model, task, TrainConfig.method))
+    check_method(recipe)
+    check_data_named(recipe)
+    return recipe
+
+
+def arguments_of(home: Path, name: str, settings: Mapping[str, str]) -> list[str]:
+    """Return the arguments of `packs train` for a run of the home; they run in that folder.
+
+    Raises:
+        PackError: a setting is none of `SETTINGS` or no text, or the data are outside of the home.
+    """
+    resume = "resume" in settings
+    named = {key: value for key, value in settings.items() if key != "resume"}
+    for key, value in named.items():
+        if key not in SETTINGS or not isinstance(value, str) or not value.isprintable():
+            raise PackError(f"{key!r:.80}: is no setting of the studio.", "unknown")
+
+    if "data" in named:
+        check_data(home, named["data"])
+    if resume:
+        _check_local(home, name)
+
+    arguments = [f"{flag_of(key)}={named[key]}" for key in SETTINGS if named.get(key)]
+    return ["train", *arguments, f"--out={RUNS}/{name}", *["--resume"] * resume]
+
+
+def _check_local(home: Path, name: str) -> None:
+    """Check that a run can be resumed, and without settings that only a terminal may have."""
+    recipe = RunFolder(folder_of_run(home, name)).check_resumable()["recipe"]
+    for setting in _OF_TERMINALS:
+        if recipe.get(setting):
+            command = f"`packs train --out {RUNS}/{name} --resume`"
+            text = f"the run has {flag_of(setting)}. Resume it in a terminal: {command}."
+            raise PackError(f"{name}: {text}", "conflict")
+
+
+def queue(home: Path, name: str, settings: Mapping[str, str]) -> None:
+    """Queue a new run, and start it unless another one trains."""
+    check_name(name)
+    pack = home / RUNS / name
+    if free_name(home, name) != name:
+        raise PackError(f"--out {name}: exists already. Choose another name.", "exists", "out")
+    arguments_of(home, name, settings)
+    recipe_of(settings)
+
+    make_folder(pack.parent)
+    with write_errors(pack):
+        run_folder(pack).mkdir()
+    _wait(home, run_folder(pack), settings)
+
+
+def free_name(home: Path, name: str) -> str:
+    """Return a name that no pack or run has, with a number if it is taken."""
+    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+    packs = (home / RUNS / each for each in names)
+    return next(p.name for p in packs if not (p.exists() or run_folder(p).exists()))
+
+
+def resume(home: Path, name: str, batches: str = "") -> None:
+    """Queue the rest of a run; ``batches`` replaces the number of all of its batches."""
+    folder = folder_of_run(home, name)
+    if read_status(folder).state in ("training", "waiting"):
+        raise PackError(f"{name}: is running or waits already.", "busy")
+
+    settings = {"resume": "yes"}
+    if batches:
+        TrainConfig.from_mapping({"iters": batches})  # checks the number
+        settings["iters"] = batches
+    arguments_of(home, name, settings)
+    _wait(home, folder, settings)
+
+
+def _wait(home: Path, folder: Path, settings: Mapping[str, str]) -> None:
+    with write_errors(folder):
+        atomic_write(folder / WAITING, to_json({"settings": settings}))
+    start_next(home)
+
+
+def stop(home: Path, name: str) -> bool:
+    """Have a run save its progress and end, or take it out of the queue; return whether it ran."""
+    folder = folder_of_run(home, name)
+    status = read_status(folder)
+    if status.state == "training" and status.is_alive:
+        with suppress(ProcessLookupError):
+            os.kill(status.process, signal.SIGTERM)
+        return True
+
+    if status.state == "waiting":
+        with _queue_lock(home) as queued:
+            if queued is None and not training(home):
+                raise PackError(f"{name}: starts just now. Stop it in a few seconds.", "busy")
+            (folder / WAITING).unlink(missing_ok=True)
+            with suppress(OSError):  # a run that was to be resumed
+                folder.rmdir()
+        return False
+    raise PackError(f"{name}: does not run, or its process is of another machine.", "conflict")
+
+
+def training(home: Path) -> str:
+    """Return the name of the run of the home whose lock a process holds; empty if none trains."""
+    locks = (home / RUNS).glob(".*-run.lock")
+    return next((path.name[1:].removesuffix("-run.lock") for path in locks if is_locked(path)), "")
+
+
+@contextmanager
+def _queue_lock(home: Path) -> Iterator[int | None]:
+    """Yield the locked file of the queue; None if another studio or its run holds the lock."""
+    with (home / RUNS / _QUEUE).open("ab") as file:
+        try:
+            lock(file.fileno())
+        except BlockingIOError:
+            yield None
+        else:
+            yield file.fileno()
+
+
+def start_next(home: Path) -> None:
+    """Start the run that has waited longest, unless a run trains."""
+    if not _waiting(home):
+        return
+    with _queue_lock(home) as queued:
+        if queued is not None and not training(home):
+            any(_started(home, folder, queued) for folder in _waiting(home))
+
+
+def _waiting(home: Path) -> list[Path]:
+    """Return the folders of runs that wait, the oldest first; none with links or special files."""
+    times = {}
+    for file in (home / RUNS).glob(f"*-run/{WAITING}"):
+        with suppress(OSError, PackError):
+            folder = folder_of_run(home, _name_of(file.parent))
+            for log in folder.glob(LOG):
+                check_regular(log)
+            times[folder] = file.stat().st_mtime
+    return sorted(times, key=times.__getitem__)
+
+
+def _name_of(folder: Path) -> str:
+    return folder.name.removesuffix("-run")
+
+
+def command_line(home: Path, arguments: Sequence[str]) -> str:
+    """Return a command of `packs` as it is typed in a terminal."""
+    return f"{shlex.join(['cd', str(home)])} && {shlex.join(['packs', *arguments])}"
+
+
+def waiting_arguments(home: Path, folder: Path) -> list[str]:
+    """Return the arguments of the command of a run that waits."""
+    settings = read_json(folder / WAITING, dict, _BYTES).get("settings")
+    if not isinstance(settings, dict):
+        raise PackError(f"{WAITING}: has no settings.", "unreadable")
+    return arguments_of(home, _name_of(folder), settings)
+
+
+def _started(home: Path, folder: Path, queued: int) -> bool:
+    """Start a waiting run; if its settings are unfit, note that in its log and return False."""
+    try:
+        since = (folder / WAITING).stat().st_mtime_ns
+        arguments = waiting_arguments(home, folder)
+    except PackError as error:
+        (folder / LOG).write_text(f"packs: {error.message}\n")
+        (folder / WAITING).unlink(missing_ok=True)
+        return False
+
+    with (folder / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            command_of(*arguments),
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[queued],
+        )
+    waited = (process, home, folder / WAITING, since)
+    threading.Thread(target=_reap, args=waited, daemon=True).start()
+    return True
+
+
+def _reap(process: subprocess.Popen, home: Path, waiting: Path, since: int) -> None:
+    """Wait for the end of a run; one that failed early would be started again.
+
+    A later file, which is to resume the run, stays.
+    """
+    process.wait()
+    with suppress(OSError):
+        if waiting.stat().st_mtime_ns == since:
+            waiting.unlink()
+    with suppress(OSError, PackError):
+        start_next(home)
+
+
+def keep_starting(home: Path) -> None:
+    """Start waiting runs for ever, also after runs of terminals and other studios."""
+    while True:
+        with suppress(OSError, PackError):
+            start_next(home)
+        time.sleep(_TICK_S)

@@ -1,0 +1,136 @@
+"""The studio as a process, with runs that train: killed, stopped, resumed in either place."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mlx_packs.reading import sha256
+from mlx_packs.studio import jobs
+from mlx_packs.studio.runs import run_page, runs_of
+from mlx_packs.training.run_folder import RunFolder
+from mlx_packs.training.status import read_status
+from tests.helpers.serving import until
+
+pytestmark = pytest.mark.slow
+
+SMALL = {"data": "data/small.jsonl", "batch_size": "1", "rank": "2"}
+SECONDS = 300  # of a machine that does other work, too
+
+
+@pytest.fixture
+def home(home):
+    rows = [{"prompt": f"Say {n}", "completion": f"{n} it is"} for n in range(40)]
+    (home / "data").mkdir()
+    (home / "data" / "small.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return home
+
+
+def folder(home, name: str) -> Path:
+    return home / "packs" / f"{name}-run"
+
+
+def state(home, name: str) -> str:
+    return read_status(folder(home, name)).state
+
+
+def packs(home, *arguments: object) -> None:
+    command = [sys.executable, "-m", "mlx_packs", *map(str, arguments)]
+    subprocess.run(command, cwd=home, check=True, capture_output=True)
+
+
+class Process:
+    """A `packs studio` of its own, and the browser that signed in."""
+
+    def __init__(self, home) -> None:
+        command = [sys.executable, "-m", "mlx_packs", "studio", "--port", "0", "--no-browser"]
+        self.process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True)
+        self.process.stdout.readline()
+        link = urllib.parse.urlsplit(self.process.stdout.readline().split()[1])
+        self.port = link.port
+        self.cookie = {}
+        headers = self.request("GET", f"{link.path}?{link.query}")[1]
+        self.cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
+
+    def request(self, method: str, path: str, **form: str) -> tuple[int, dict, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {**self.cookie, "Origin": f"http://127.0.0.1:{self.port}"}
+        headers["Content-Type"] = "application/x-www-form-urlencoded"
+        connection.request(method, path, urllib.parse.urlencode(form), headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, dict(answer.getheaders()), text
+
+
+@contextmanager
+def studio(home):
+    running = Process(home)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+        running.process.stdout.close()
+
+
+def test_a_killed_studio_costs_a_run_nothing(home):
+    with studio(home) as first:
+        status, headers, _ = first.request("POST", "/example")
+        assert (status, headers["location"]) == (303, "/runs/example")
+        until(lambda: (read_status(folder(home, "example")).batch or 0) >= 20, SECONDS)
+        first.process.send_signal(signal.SIGKILL)
+
+    with studio(home) as second:
+        start = time.monotonic()
+        states = json.loads(second.request("GET", "/states")[2])
+        print(f"seconds to the state after the restart: {time.monotonic() - start:.2f}")
+        assert states["example"][0] == "training"
+        assert second.request("POST", "/runs/example/stop")[0] == 303
+        until(lambda: state(home, "example") == "stopped", SECONDS)
+        batches = [line["batch"] for line in RunFolder(folder(home, "example")).metrics()]
+        reports = [batch for batch in batches if batch % 10 == 0]
+        assert reports == list(range(10, max(reports) + 1, 10))
+
+
+def test_a_stopped_run_continues_to_the_same_adapters(home):
+    settings = {**SMALL, "iters": "60"}
+    jobs.queue(home, "broken", settings)
+    until(lambda: (read_status(folder(home, "broken")).batch or 0) >= 10, SECONDS)
+    assert jobs.stop(home, "broken")
+    until(lambda: state(home, "broken") == "stopped", SECONDS)
+    page = run_page(home, "broken")
+    assert 10 <= page["checkpoint"] < 60 and page["command"].endswith("--resume")
+
+    jobs.resume(home, "broken")
+    until(lambda: state(home, "broken") == "finished", SECONDS)
+    jobs.queue(home, "whole", settings)
+    until(lambda: state(home, "whole") == "finished", SECONDS)
+    adapters = [home / "packs" / name / "adapters.safetensors" for name in ("broken", "whole")]
+    assert sha256(adapters[0]) == sha256(adapters[1])
+
+    jobs.resume(home, "whole", "70")  # train longer
+    until(lambda: state(home, "whole") == "training", SECONDS)
+    until(lambda: state(home, "whole") == "finished", SECONDS)
+    assert run_page(home, "whole")["checkpoint"] == 70
+
+
+def test_a_killed_run_is_resumed_in_a_terminal(home):
+    jobs.queue(home, "tickets", {**SMALL, "iters": "200", "sample_every": "10"})
+    until(lambda: RunFolder(folder(home, "tickets")).samples(), SECONDS)
+    until(lambda: (read_status(folder(home, "tickets")).batch or 0) >= 20, SECONDS)
+    os.kill(read_status(folder(home, "tickets")).process, signal.SIGTERM)
+    until(lambda: state(home, "tickets") == "stopped", SECONDS)
+
+    arguments = ["train", "--out=packs/tickets", "--resume", "--iters", 60, "--quiet"]
+    packs(home, *arguments)
+    (run,) = runs_of(home)[0]
+    assert (run.state, run.progress) == ("finished", "Batch 60 of 60")
