@@ -117,12 +117,7 @@ def _print_versions(folder: "LearningFolder") -> None:
         mark = "*" if number == current else " "
         lines.append(f"{mark} {number:<4} {_figures_line(figures)}")
 
-    report = {
-        "name": folder.name,
-        "current": current,
-        "versions": [{"number": n, **figures} for n, figures in versions.items()],
-    }
-    print_report(report, lines)
+    print_report(folder.to_json(), lines)
 
 
 def _figures_line(figures: Mapping) -> str:

@@ -19,6 +19,7 @@ from ..files import atomic_folder, atomic_write, make_folder, to_json
 from ..packs.manifest import MANIFEST
 from ..packs.pack import Pack
 from ..reading import read_json, read_text
+from .rows import FILES, read_rows
 
 if TYPE_CHECKING:
     from ..bases.model import BaseModel
@@ -145,6 +146,21 @@ class LearningFolder:
                 "unreadable",
             )
         return int(text)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the versions with their figures, and the rows of each task.
+
+        ``missing`` says what the rows of each task lack; None if those of one are enough.
+        """
+        splits = {task: read_rows(self.path, task) for task in FILES}
+        faults = {task: split.fault for task, split in splits.items()}
+        return {
+            "name": self.name,
+            "current": self.current,
+            "versions": [{"number": n, **figures} for n, figures in self.versions().items()],
+            "rows": {task: split.count for task, split in splits.items()},
+            "missing": faults if all(faults.values()) else None,
+        }
 
     def serve(self, number: int) -> None:
         """Make a version the one that is served; a running server follows."""

@@ -75,6 +75,8 @@ def test_a_candidate_that_wins_is_served_and_put_back(task, folder, run, rejecte
     _, out, _ = run("learn", folder.path, "--list")
     first, second = out.splitlines()
     assert first.startswith("  0 ") and second.startswith("* 1 ") and task in second
+    listed = json.loads(run("learn", folder.path, "--list", "--json")[1])
+    assert listed["current"] == 1 and listed["rows"][task] == ROWS and listed["missing"] is None
     assert run("learn", folder.path, "--use", 0)[0] == 0
     assert folder.current == 0 and folder.pack_of(0) is None
     check(rejected("learn", folder.path, "--use", 2), "not-found", "use", "version 2", "--use N")
