@@ -37,7 +37,8 @@ def studio(home: str, port: int, no_browser: bool) -> None:
 
     The page follows runs while they train: loss curves, time left, answers to validation prompts,
     results and errors. It starts the bundled example, and stops and resumes runs, which are
-    processes of their own and do not end with it. Only the browser that opens the link can see it.
+    processes of their own and do not end with it. It compares the answers of base model and packs,
+    trains on their ratings, and exports packs. Only the browser that opens the link can see it.
     """
     check_installed("studio")
     folder = Path(home).expanduser().absolute()

@@ -18,8 +18,9 @@ from ..training.run_folder import run_folder
 RUNS = "packs"  # the folder of the home where packs and their runs are
 DATA = "data"  # the folder of the home where examples are
 LOGIN = "/login"
+CONTENT_POLICY = "Content-Security-Policy"
 POLICY = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    CONTENT_POLICY: "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; form-action 'self'; base-uri 'none'; "
     "frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -144,10 +145,11 @@ def folder_of_run(home: Path, name: str) -> Path:
     return folder
 
 
-def check_name(name: str) -> None:
+def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         text = "a name has up to 64 letters, digits, dots, hyphens and underscores"
         raise PackError(f"'{name:.80}': is no name of a run ({text}).", "not-found", "out")
+    return name
 
 
 def check_data(home: Path, data: str) -> None:

@@ -1,8 +1,11 @@
 """The routes of `packs studio`: pages made from run folders, for one browser of this machine."""
 
-from collections.abc import Awaitable, Callable
-from functools import wraps
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial, wraps
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -11,21 +14,20 @@ import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import (
-    HTMLResponse,
-    JSONResponse,
-    RedirectResponse,
-    Response,
-)
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from ..errors import PackError
 from ..reading import parse_json
 from ..report.page import environment
 from ..serving.http import AccessGuard, ServerSettings, error_response, read_body
+from ..serving.page import ASKED, page, pass_on, policy_with
 from . import jobs
-from .access import LOGIN, Access, Login
+from .access import CONTENT_POLICY, LOGIN, POLICY, Access, Login
+from .children import Child, Outcome
 from .runs import live, report_page, run_page, runs_of
+from .use import COMMANDS, facts_of
 
 _HERE = Path(__file__).parent
 _MOST_FIELDS = 100  # of a form
@@ -63,13 +65,15 @@ def _to_run(name: str, query: str = "") -> Response:
 
 
 class Studio:
-    """Answers requests from the folders below a home; it keeps nothing of them.
+    """Answers requests from the folders below a home; it keeps nothing but its child processes.
 
     Handlers of changes have the form that was sent as ``request.state.form``.
     """
 
     def __init__(self, home: Path) -> None:
         self._home = home
+        self._children: dict[str, Child] = {}
+        self._starting = Lock()
 
     def runs(self, _: Request) -> Response:
         runs, older = runs_of(self._home)
@@ -93,7 +97,58 @@ class Studio:
 
     def report(self, request: Request) -> Response:
         page = report_page(self._home, request.path_params["name"])
-        return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
+        return HTMLResponse(page, headers={CONTENT_POLICY: _REPORT_POLICY})
+
+    # Screens that start a command
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """End the children with the studio, in order."""
+        yield
+        for child in self._children.values():
+            child.stop()
+
+    def outcome(self, screen: str) -> Outcome:
+        child = self._children.get(screen)
+        return child.outcome if child else Outcome()
+
+    def screen(self, screen: str, request: Request) -> Response:
+        outcome = self.outcome(screen)
+        if screen == "use" and outcome.state == "done":
+            html = page(_rendered("answers.html.jinja", address=outcome.report["address"]))
+            policy = policy_with(html, POLICY[CONTENT_POLICY])
+            return HTMLResponse(html, headers={CONTENT_POLICY: policy})
+
+        chosen = request.query_params.get("pack", "")
+        facts = facts_of(self._home)
+        return HTMLResponse(
+            _rendered(f"{screen}.html.jinja", outcome=outcome, chosen=chosen, **facts)
+        )
+
+    def state(self, screen: str, _: Request) -> Response:
+        outcome = self.outcome(screen)
+        return JSONResponse([outcome.state, outcome.text])
+
+    def start_command(self, screen: str, request: Request) -> Response:
+        command = COMMANDS[screen](request.state.form)
+        with self._starting:
+            if self.outcome(screen).state == "working":
+                raise PackError(f"{command[0]}: runs already. Wait for it, or stop it.", "busy")
+            self.end_command(screen, request)
+            self._children[screen] = Child(self._home, *command)
+        return RedirectResponse(f"/{screen}", 303)
+
+    def end_command(self, screen: str, _: Request) -> Response:
+        if child := self._children.pop(screen, None):
+            child.stop()
+        return RedirectResponse(f"/{screen}", 303)
+
+    async def pass_on(self, request: Request) -> Response:
+        server = self.outcome("use")
+        if server.state != "done":
+            return error_response(PackError("No model answers. Start it on the screen Use."))
+        token = server.report["token"] or os.environ["MLX_PACKS_API_KEY"]
+        return await pass_on(request, server.report["address"], token)
 
     def start_example(self, _: Request) -> Response:
         name = jobs.free_name(self._home, "example")
@@ -156,10 +211,18 @@ def make_app(home: Path, login: Login) -> Starlette:
         "/runs/{name}/stop": studio.stop,
         "/runs/{name}/resume": studio.resume,
     }
+    for screen in COMMANDS:
+        handlers[f"/{screen}"] = partial(studio.screen, screen)
+        handlers[f"/{screen}/state"] = partial(studio.state, screen)
+        changes[f"/{screen}"] = partial(studio.start_command, screen)
+        changes[f"/{screen}/stop"] = partial(studio.end_command, screen)
     routes: list[BaseRoute] = [Route(path, answering(each)) for path, each in handlers.items()]
     routes += [Route(path, answering(each), methods=["POST"]) for path, each in changes.items()]
+    routes += [Route(path, studio.pass_on, methods=[method]) for path, method in ASKED.items()]
     routes += [Route(LOGIN, log_in), Mount("/static", StaticFiles(directory=_HERE / "static"))]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: on_error})
+    app = Starlette(
+        routes=routes, exception_handlers={HTTPException: on_error}, lifespan=studio.lifespan
+    )
     app.add_middleware(AccessGuard, settings=ServerSettings(), computing=())
     app.add_middleware(Access, login=login, error_page=_error_page)
     return app

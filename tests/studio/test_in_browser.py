@@ -1,4 +1,4 @@
-"""The screens in a browser: Chromium or Chrome of this machine, driven by Playwright."""
+"""Runs and Run in a browser: Chromium or Chrome of this machine, driven by Playwright."""
 
 import json
 import time
@@ -6,9 +6,7 @@ import time
 import pytest
 
 from mlx_packs.files import exclusive_writer
-from mlx_packs.studio.access import page_that_opens
 from mlx_packs.training.run_page import write_report
-from tests.helpers.browser import launched
 from tests.helpers.run_folders import losses, make_run
 from tests.studio.conftest import Signed
 
@@ -17,53 +15,6 @@ pytestmark = pytest.mark.interop
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
 RESULT = {"ppl_before": 9.5, "ppl_after": 2.25}
 ERROR = {"reason": "diverged", "exit_code": 2, "flag": "learning_rate", "error": HOSTILE}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture
-def expect(browser):
-    from playwright.sync_api import expect
-
-    expect.set_options(timeout=60_000)
-    return expect
-
-
-@pytest.fixture
-def opened(browser, studio, tmp_path):
-    """Sign in by the file that packs studio opens; nothing may fail, or be asked of others."""
-    contexts, faults = [], []
-    url = f"http://127.0.0.1:{studio.port}"
-
-    def note(message) -> None:
-        if "Content Security Policy" in message.text:
-            faults.append(message.text)
-
-    def ask(request) -> None:
-        if not request.url.startswith((url, "file:", "data:")):
-            faults.append(request.url)
-
-    def go(**options):
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(60_000)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", note)
-        page.on("request", ask)
-        file = tmp_path / "open.html"
-        file.write_text(page_that_opens(studio.login.link(url)))
-        page.goto(file.as_uri())
-        page.wait_for_url(f"{url}/")
-        return page
-
-    yield go
-    for context in contexts:
-        context.close()
-    assert faults == []
 
 
 def add(folder, *lines: dict, **status: object) -> None:
@@ -81,7 +32,11 @@ def test_signing_in_leaves_no_token_in_the_page(opened, expect):
     expect(page.get_by_role("heading", name="No runs yet")).to_be_visible()
     assert page.evaluate("[document.cookie, location.search]") == ["", ""]
     page.reload()
-    assert page.get_by_role("navigation").get_by_role("link").all_text_contents() == ["Runs"]
+    assert page.get_by_role("navigation").get_by_role("link").all_text_contents() == [
+        "Runs",
+        "Use",
+        "Export",
+    ]
 
 
 def test_a_run_is_followed_to_its_result(home, opened, expect):

@@ -150,6 +150,14 @@ function followRun({ name, state }) {
   });
 }
 
+function followWork(section) {
+  follow(async () => {
+    const [state, text] = await get(`/${section.dataset.screen}/state`);
+    if (state !== section.dataset.state) location.reload();
+    else setText(section.querySelector("p"), text);
+  });
+}
+
 const copy = byId("copy");
 if (copy) {
   copy.hidden = false;
@@ -159,4 +167,5 @@ if (copy) {
   });
 }
 if (byId("runs")) followRuns();
+if (byId("work")?.dataset.state === "working") followWork(byId("work"));
 if (byId("run")) followRun(byId("run").dataset);

@@ -1,0 +1,102 @@
+"""Use, Ratings and Export in a browser, with real commands on the bundled model."""
+
+import json
+
+import pytest
+
+from mlx_packs.learning.folder import LearningFolder
+from tests.helpers.packs import random_pack
+
+pytestmark = pytest.mark.interop
+
+PROMPT = "Remind me to call the bank"
+
+
+@pytest.fixture
+def packed(home, shared_tiny):
+    random_pack(shared_tiny, 3, 4, ("q_proj", "down_proj"), size=0.3).save(home / "packs/tickets")
+    return home
+
+
+def start_answering(page, expect) -> None:
+    page.get_by_role("link", name="Use").click()
+    page.get_by_label("Pack tickets").check()
+    page.get_by_label("Keep answers").check()
+    page.get_by_role("button", name="Start answering").click()
+    expect(page.get_by_role("heading", name="Compare packs")).to_be_visible()
+    expect(page.locator(".column")).to_have_count(2)
+
+
+def test_base_and_pack_answer_as_packs_generate_does(packed, opened, expect, run, monkeypatch):
+    page = opened()
+    start_answering(page, expect)
+    page.get_by_label("Message to all columns").fill(PROMPT)
+    page.get_by_label("Max tokens").fill("24")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("dd.speed").nth(1)).not_to_have_text("–")
+    expect(page.locator("#stop")).to_be_disabled()
+
+    monkeypatch.chdir(packed)
+    command = ["generate", "--prompt", PROMPT, "--temperature", "0", "--max-tokens", "24", "--json"]
+    for column, options in enumerate([(), ("--pack", "packs/tickets")]):
+        code, out, err = run(*command, *options)
+        assert code == 0, err
+        assert page.locator(".answer").nth(column).text_content() == json.loads(out)["text"]
+
+    page.get_by_role("button", name="Bad").click()
+    expect(page.locator(".kept").nth(1)).to_have_text("Kept.")
+    page.get_by_role("link", name="Ratings").click()
+    expect(page.get_by_text("1 rated, 0 corrected")).to_be_visible()
+    expect(page.get_by_role("button", name="Train on ratings")).to_be_disabled()
+    page.get_by_role("link", name="Use").click()
+    page.get_by_role("button", name="Stop answering").click()
+    expect(page.get_by_role("button", name="Start answering")).to_be_visible()
+
+
+def test_a_pack_is_exported_and_the_check_is_shown(packed, opened, expect):
+    page = opened()
+    page.get_by_role("link", name="Export").click()
+    page.get_by_label("Program").select_option(label="PEFT")
+    page.get_by_label("New folder").fill("for-peft")
+    page.get_by_role("button", name="Export").click()
+    expect(page.get_by_text("Checked: ")).to_contain_text("largest difference")
+    expect(page.locator("#command")).to_have_text(
+        "packs export packs/tickets --to=peft --out=for-peft"
+    )
+    assert (packed / "for-peft" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
+def test_every_screen_is_accessible(home, shared_tiny, opened, expect, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = opened(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    url = page.url
+
+    def check(path: str = "") -> None:
+        if path:
+            page.goto(url + path)
+        page.wait_for_load_state("networkidle")
+        assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth"), page.url
+        result = axe.run(page)
+        assert result.violations_count == 0, result.generate_report()
+
+    for path in ("use", "ratings", "export"):  # of an empty home
+        check(path)
+
+    pack = random_pack(shared_tiny, 3, 4, ("q_proj",), size=0.3).save(home / "packs/tickets")
+    LearningFolder.begin(home / "learned" / "tickets", "tickets", shared_tiny, pack)
+    (home / "learned" / ("averylongname" * 5)).mkdir()
+    check("ratings")
+    for target in ("PEFT", "PEFT"):  # done, and failed
+        page.goto(url + "export")
+        page.get_by_label("Program").select_option(label=target)
+        page.get_by_role("button", name="Export").click()
+        expect(page.get_by_role("heading", name="Working")).to_have_count(0)
+        check()
+    expect(page.get_by_text("already exists")).to_be_visible()
+
+    page.goto(url)
+    start_answering(page, expect)
+    check()
+    page.get_by_role("button", name="Stop answering").click()
+    check()
