@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,7 +106,9 @@ def test_screens_of_an_empty_home_say_what_to_do(studio):
 
 
 @pytest.mark.slow
-def test_an_export_shows_what_the_command_verified_and_comes_back_identical(packed, studio):
+def test_an_export_shows_what_the_command_verified_and_comes_back_identical(
+    packed, studio, run, monkeypatch
+):
     ask = browser_of(studio)
     assert ask("POST", "/export", pack="tickets", to="peft", out="for-peft")[0] == 303
     assert outcome_of(ask, "export")[0] == "done"
@@ -113,6 +116,12 @@ def test_an_export_shows_what_the_command_verified_and_comes_back_identical(pack
     count = len(Pack.open(packed / "packs/tickets").specs)
     assert f"Checked: {2 * count} tensors read back, {count} modules compared" in page
     assert "adapter_model.safetensors" in page and "packs export packs/tickets" in page
+
+    shown = re.search("<code id=.command.>packs (.*?)</code>", page)[1].split()
+    monkeypatch.chdir(packed)
+    assert run(*shown[:-1], "--out=in-terminal")[0] == 0  # the command as shown, but for its folder
+    for file in (packed / "for-peft").iterdir():
+        assert file.read_bytes() == (packed / "in-terminal" / file.name).read_bytes()
 
     import_adapter(packed / "for-peft", packed / "again", "tiny")
     tensors = Pack.open(packed / "packs/tickets").load_tensors()
