@@ -253,7 +253,7 @@ CASES = {
 # Those that take longer, or need a network or other packages; `print_report` checks them too.
 OTHERS = {
     *("bench", "combine", "doctor", "eval-tasks", "import", "learn"),
-    *("merge", "pull", "push", "quantize", "sweep"),
+    *("merge", "pull", "push", "quantize", "serve", "sweep"),
 }
 
 
