@@ -74,6 +74,8 @@ class Child:
         if isinstance(report.get("error"), dict):
             state = "failed"
             text = report["error"]["message"]
+        if state == "done":
+            text = ""  # of a server it is the token
         return Outcome(state, text, report, shlex.join(["packs", *self._arguments]))
 
     def stop(self) -> None:

@@ -157,7 +157,7 @@ def test_columns_answer_as_packs_generate_does(packed, studio, run, monkeypatch)
     monkeypatch.setenv("MLX_PACKS_API_KEY", "secret")  # which the server then asks for
     ask = browser_of(studio)
     ask("POST", "/use", **{"model": "tiny", "pack:tickets": "on", "learn": "on"})
-    assert outcome_of(ask, "use")[0] == "done"
+    assert outcome_of(ask, "use") == ("done", "")
 
     packs = json.loads(ask("GET", "/v1/packs")[1])
     hashes = {pack["name"]: pack["sha256"] for pack in packs["data"]}
