@@ -74,6 +74,8 @@ class Child:
         if isinstance(report.get("error"), dict):
             state = "failed"
             text = report["error"]["message"]
+        elif state == "failed" and self._process.returncode < 0:
+            text = f"The process was killed (signal {-self._process.returncode})."
         if state == "done":
             text = ""  # of a server it is the token
         return Outcome(state, text, report, shlex.join(["packs", *self._arguments]))

@@ -267,11 +267,14 @@ def test_children_end_when_the_studio_is_killed(packed):
 
 
 @pytest.mark.slow
-def test_a_server_that_ends_has_failed(packed):
+@pytest.mark.parametrize(
+    ("number", "text"), [(signal.SIGTERM, "interrupted"), (signal.SIGKILL, "killed (signal 9)")]
+)
+def test_a_server_that_ends_has_failed(packed, number, text):
     child = Child(packed, "serve", "--port=0")
     until(lambda: child.outcome.state != "working", 60)
     assert child.outcome.state == "done"
-    child._process.terminate()
+    child._process.send_signal(number)
     until(lambda: child.outcome.state != "done", 60)
-    assert child.outcome.state == "failed" and "interrupted" in child.outcome.text
+    assert child.outcome.state == "failed" and text in child.outcome.text
     child.stop()
