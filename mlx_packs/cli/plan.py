@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..config.data import COLUMN_SETTINGS
 from ..config.fields import facts_of
 from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
 from ..display import hanging, size
-from ..errors import PackError
+from ..errors import PackError, flag_of
 from ..files import free_bytes
 from . import options
 from .options import option
@@ -38,11 +39,12 @@ _HAS_CODE = (
     "code    the base includes code ({}), which was not run. Read it; training needs "
     "--trust-remote-code."
 )
+_OF_EXAMPLES = (*COLUMN_SETTINGS, "on_bad_row")  # without which some data cannot be read
 _SETTINGS = [
     name
     for name, field in options.SETTINGS.items()
     if facts_of(field).memory or facts_of(field).disk or facts_of(field).time
-]
+] + list(_OF_EXAMPLES)
 
 
 def _default_text(name: str, *task: str) -> str:
@@ -300,12 +302,15 @@ def _add_machines(
 
 
 def _command_arguments(flags: Mapping, recipe: Recipe) -> list[str]:
-    """Return ``--data`` and ``--seeds`` for the suggested command, unless it needs none."""
+    """Return the flags of examples and seeds for the suggested command, unless it needs none."""
     arguments = []
     if "data" in flags:
         arguments = ["--data", flags["data"]]
     elif recipe.model != RunOptions.model and not recipe.specified & {*DATA_SETTINGS, "phases"}:
         arguments = ["--data", "DATA"]
+    for name in recipe.data.changed(_OF_EXAMPLES):
+        if name in flags:
+            arguments += [flag_of(name), flags[name]]
 
     if seeds := recipe.run.get("seeds"):
         arguments += ["--seeds", str(seeds), "--out", "DIR"]

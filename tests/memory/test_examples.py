@@ -62,6 +62,16 @@ def test_plan_is_for_the_lengths_of_the_examples(here, run):
     assert code == 0 and "owner/name · is not read" in out
 
 
+def test_plan_reads_other_columns_and_leaves_out_bad_rows(here, run):
+    rows = [json.dumps({"question": f"q {n}", "answer": f"a {n}"}) for n in range(40)]
+    (here / "d.jsonl").write_text("\n".join([*rows, *["{"] * 8]) + "\n")
+    flags = ["--prompt-feature", "question", "--completion-feature", "answer"]
+    flags += ["--on-bad-row", "skip"]
+    assert run("plan", "--data", "d.jsonl", *flags[:4])[0] == 2
+    code, out, _ = run("plan", "--data", "d.jsonl", *flags)
+    assert code == 0 and out.rstrip().endswith(f"--data d.jsonl {' '.join(flags)}")
+
+
 def test_plan_counts_what_share_prefix_computes(here, run):
     """Rows of which most is common."""
     text = " ".join(f"tide {i}" for i in range(40))
