@@ -33,12 +33,13 @@ _HOST = "127.0.0.1"
 )
 @click.option("--no-browser", is_flag=True, help="Print the link, and open no browser.")
 def studio(home: str, port: int, no_browser: bool) -> None:
-    """Show the runs of a folder in the browser.
+    """Start runs from the browser, and follow the runs of a folder.
 
-    The page follows runs while they train: loss curves, time left, answers to validation prompts,
-    results and errors. It starts the bundled example, and stops and resumes runs, which are
-    processes of their own and do not end with it. It compares the answers of base model and packs,
-    trains on their ratings, and exports packs. Only the browser that opens the link can see it.
+    A form checks the examples, plans memory and time, and starts the run. The page follows runs
+    while they train: loss curves, time left, answers to validation prompts, results and errors. It
+    stops and resumes them; they are processes of their own and do not end with it. It compares the
+    answers of base model and packs, trains on their ratings, and exports packs. Only the browser
+    that opens the link can see it.
     """
     check_installed("studio")
     folder = Path(home).expanduser().absolute()

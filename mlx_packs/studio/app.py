@@ -7,14 +7,20 @@ from functools import partial, wraps
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -23,7 +29,7 @@ from ..reading import parse_json
 from ..report.page import environment
 from ..serving.http import AccessGuard, ServerSettings, error_response, read_body
 from ..serving.page import ASKED, page, pass_on, policy_with
-from . import jobs
+from . import jobs, new_run
 from .access import CONTENT_POLICY, LOGIN, POLICY, Access, Login
 from .children import Child, Outcome
 from .runs import live, report_page, run_page, runs_of
@@ -150,6 +156,34 @@ class Studio:
         token = server.report["token"] or os.environ["MLX_PACKS_API_KEY"]
         return await pass_on(request, server.report["address"], token)
 
+    def new(self, request: Request) -> Response:
+        values = new_run.values_of(request.query_params)
+        if values != dict(request.query_params):
+            return RedirectResponse(f"/new?{urlencode(values)}", 303)
+        return self._form(values)
+
+    def start(self, request: Request) -> Response:
+        values = new_run.values_of(request.state.form)
+        try:
+            return _to_run(new_run.start(self._home, values))
+        except PackError as error:
+            return self._form(values, error)
+
+    def _form(self, values: dict[str, str], fault: PackError | None = None) -> Response:
+        template = environment(_HERE / "templates").get_template("new.html.jinja")
+        page = template.generate(form=new_run.NewRun(self._home, values, fault))
+        return StreamingResponse(page, 400 if fault else 200, media_type="text/html")
+
+    async def upload(self, request: Request) -> Response:
+        try:
+            size = request.headers.get("content-length", "")
+            name = request.query_params.get("name", "")
+            parts = request.stream()
+            data = await new_run.save_upload(self._home, name, int(size or 0), parts)
+            return JSONResponse({"data": data})
+        except Exception as error:
+            return error_response(error)
+
     def start_example(self, _: Request) -> Response:
         name = jobs.free_name(self._home, "example")
         jobs.queue(self._home, name, _EXAMPLE)
@@ -204,9 +238,11 @@ def make_app(home: Path, login: Login) -> Starlette:
         "/runs/{name}": studio.run,
         "/runs/{name}/lines": studio.lines,
         "/runs/{name}/report": studio.report,
+        "/new": studio.new,
         "/studio.css": studio.style,
     }
     changes = {
+        "/new": studio.start,
         "/example": studio.start_example,
         "/runs/{name}/stop": studio.stop,
         "/runs/{name}/resume": studio.resume,
@@ -219,6 +255,7 @@ def make_app(home: Path, login: Login) -> Starlette:
     routes: list[BaseRoute] = [Route(path, answering(each)) for path, each in handlers.items()]
     routes += [Route(path, answering(each), methods=["POST"]) for path, each in changes.items()]
     routes += [Route(path, studio.pass_on, methods=[method]) for path, method in ASKED.items()]
+    routes += [Route("/upload", studio.upload, methods=["POST"])]
     routes += [Route(LOGIN, log_in), Mount("/static", StaticFiles(directory=_HERE / "static"))]
     app = Starlette(
         routes=routes, exception_handlers={HTTPException: on_error}, lifespan=studio.lifespan

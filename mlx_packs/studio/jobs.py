@@ -29,9 +29,9 @@ from .commands import command_of
 
 # What a form or a waiting run may specify; all else has its default.
 SETTINGS = """
-model data task on_bad_row prompt_feature completion_feature text_feature iters epochs patience
-learning_rate batch_size grad_accumulation_steps rank max_seq_length recompute quantize metric
-sample_every seed
+model data task on_bad_row chat_feature prompt_feature completion_feature text_feature iters epochs
+patience learning_rate batch_size grad_accumulation_steps rank max_seq_length recompute quantize
+metric sample_every seed
 """.split()
 # Settings of a recipe that reach beyond this machine, or run code that came with a model.
 _OF_TERMINALS = ("trust_remote_code", "allow_urls", "report_to")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from ..errors import PackError, file_errors, flag_of
 from ..gates import MEANING
@@ -35,7 +36,7 @@ from ..training.run_folder import CONFIG, LOG, SAMPLES, RunFolder, run_folder
 from ..training.run_page import facts_of_run, read_report, run_facts
 from ..training.status import PHASES, RunStatus, read_status
 from .access import RUNS, folder_of_run
-from .jobs import command_line, waiting_arguments
+from .jobs import SETTINGS, command_line, waiting_arguments
 
 _SUFFIX = "-run"
 _MOST_ROWS = 200
@@ -192,8 +193,23 @@ def run_page(home: Path, name: str) -> dict[str, Any]:
         ],
         "points": _table(facts.curve),
         "log": _log(folder),
+        "again": _form_of(run.recipe),
         "command": _command(home, run, bool(checkpoints)),
     }
+
+
+def _form_of(recipe: Mapping) -> str:
+    """Return the address of the form of a new run that has the settings of a run."""
+    sections = recipe_sections(recipe)
+    changed = {
+        flag.replace("-", "_"): value
+        for _, rows in sections
+        for flag, value, is_own in rows
+        if is_own
+    }
+    changed |= {name: recipe.get(name) for name in ("model", "data")}
+    values = {name: changed[name] for name in SETTINGS if changed.get(name)}
+    return f"/new?{urlencode(values)}"
 
 
 def _command(home: Path, run: RunView, has_checkpoint: bool) -> str:

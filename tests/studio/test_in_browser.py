@@ -1,4 +1,4 @@
-"""Runs and Run in a browser: Chromium or Chrome of this machine, driven by Playwright."""
+"""Runs, Run and New run in a browser: Chromium or Chrome of this machine, driven by Playwright."""
 
 import json
 import time
@@ -8,6 +8,7 @@ import pytest
 from mlx_packs.files import exclusive_writer
 from mlx_packs.training.run_page import write_report
 from tests.helpers.run_folders import losses, make_run
+from tests.helpers.serving import until
 from tests.studio.conftest import Signed
 
 pytestmark = pytest.mark.interop
@@ -34,6 +35,7 @@ def test_signing_in_leaves_no_token_in_the_page(opened, expect):
     page.reload()
     assert page.get_by_role("navigation").get_by_role("link").all_text_contents() == [
         "Runs",
+        "New run",
         "Use",
         "Export",
     ]
@@ -104,13 +106,36 @@ def test_every_screen_is_accessible(home, opened, width, scheme):
     (make_run(home, "waits", begun=False) / "waiting.json").write_text('{"settings": {}}')
     make_run(home, "begun", begun=False, phase="Reading the model")
     (make_run(home, "damaged") / "config.json").write_text("{")
-    paths = ("done", "failed", "begun", "waits", "damaged")
-    for path in ("/", *(f"/runs/{name}" for name in paths)):
+    bad = write(home, "bad.jsonl", *rows(20), "{", long)
+    form = f"/new?model=tiny&data={bad}"
+    forms = ("/new", form, form + "&on_bad_row=skip", "/new?model=tiny&data=tiny&rank=x")
+    for path in (
+        *forms,
+        "/",
+        "/runs/done",
+        "/runs/failed",
+        "/runs/begun",
+        "/runs/waits",
+        "/runs/damaged",
+    ):
         page.goto(home_url + path)
         check()
     page.goto(page.url.replace("damaged", "done"))
     page.locator("summary").first.click()
     check()
+
+
+def write(home, name: str, *lines: str) -> str:
+    """Write a file of examples to data/; return its name in the form."""
+    file = home / "data" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(line + "\n" for line in lines))
+    return f"data/{name}"
+
+
+def rows(count: int) -> list[str]:
+    texts = [{"prompt": f"Say {n}", "completion": f"{n} it is"} for n in range(count)]
+    return [json.dumps(text) for text in texts]
 
 
 def test_the_example_is_started_stopped_resumed_and_done(home, opened, expect):
@@ -132,3 +157,70 @@ def test_the_example_is_started_stopped_resumed_and_done(home, opened, expect):
     assert int(page.locator("#progress").text_content().split()[1]) >= batch
     expect(page.locator("header .state")).to_have_text("finished", timeout=400_000)
     expect(page.get_by_role("heading", name="Held-out results")).to_be_visible()
+
+
+def test_a_file_with_bad_rows_is_uploaded_and_trained_on(home, opened, expect, tmp_path):
+    file = tmp_path / "My rows.jsonl"
+    lines = rows(50)
+    lines[6:6] = ["{", '{"prompt": "alone"}', json.dumps({"prompt": 3, "completion": HOSTILE})]
+    file.write_text("\n".join(lines) + "\n")
+
+    page = opened()
+    page.get_by_role("link", name="New run").click()
+    page.get_by_label("Add a file to data/").set_input_files(file)
+    bad = page.locator(".bad li")
+    expect(bad).to_have_count(3)
+    assert sorted(each.split(":")[1] for each in bad.all_text_contents()) == ["7", "8", "9"]
+    expect(page.locator("mark").first).to_contain_text("it is")
+    expect(page.get_by_role("button", name="Start training")).to_be_disabled()
+    expect(page.locator("#blocked")).to_contain_text("3 rows cannot be used")
+
+    page.get_by_role("button", name="Leave out 3 bad rows").click()
+    page.get_by_text("More settings").click()
+    page.get_by_label("iters").fill("20")
+    page.get_by_label("Name").fill("mine")
+    page.get_by_role("button", name="Start training").click()
+    expect(page.get_by_role("heading", name="mine")).to_be_visible()
+    expect(page.locator("header .state")).to_have_text("finished", timeout=120_000)
+    expect(page.get_by_role("row", name="Perplexity")).to_be_visible()
+
+
+def test_an_upload_is_cancelled(home, opened, expect, tmp_path):
+    file = tmp_path / "large.csv"
+    with file.open("wb") as large:
+        large.truncate(200 << 20)
+    page = opened()
+    page.get_by_role("link", name="New run").click()
+    # as slow as a network, or it is done before the button is pressed
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Network.enable")
+    slow = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": 5_000_000}
+    devtools.send("Network.emulateNetworkConditions", slow)
+    page.get_by_label("Add a file to data/").set_input_files(file)
+    page.get_by_role("button", name="Cancel upload").click()
+    expect(page.locator("#status")).to_have_text("The upload was cancelled.")
+    until(lambda: not (home / "data").exists() or not list((home / "data").iterdir()))
+
+
+def test_a_run_that_does_not_fit_is_offered_a_change(home, opened, expect):
+    page = opened()
+    page.goto(page.url + "new?model=tiny&data=tiny&batch_size=40000&preset=Quick+look")
+    start = page.get_by_role("button", name="Start training")
+    expect(start).to_be_disabled()
+    expect(page.locator("#blocked")).to_contain_text("does not fit")
+    page.get_by_role("button", name="Use batch size").click()
+    expect(start).to_be_enabled()
+    expect(page.locator("#blocked")).to_be_empty()
+
+
+def test_a_run_that_diverged_is_tried_again(home, opened, expect):
+    ended = {**ERROR, "error": "batch 9: nan"}
+    make_run(home, "failed", losses(*range(1, 9)), ended=ended)
+    page = opened()
+    page.goto(page.url + "runs/failed")
+    page.get_by_role("link", name="Change --learning-rate and try again").click()
+    field = page.get_by_label("learning rate")
+    expect(field).to_be_visible()
+    field.fill("1e-4")
+    page.get_by_role("button", name="Update the plan").click()
+    expect(page.locator("#command")).to_contain_text("--learning-rate=1e-4")

@@ -158,6 +158,35 @@ function followWork(section) {
   });
 }
 
+function offerUpload(box) {
+  const [input, bar, cancel] = box.querySelectorAll("input, progress, button");
+  box.hidden = false;
+  input.addEventListener("change", () => {
+    const [file] = input.files;
+    const request = new XMLHttpRequest();
+    const show = (isSending) => [bar, cancel].forEach((node) => (node.hidden = !isSending));
+    request.upload.onprogress = ({ loaded, total }) => {
+      bar.value = loaded / total;
+      setText(byId("status"), `${(loaded / 1e6).toFixed(1)} of ${(total / 1e6).toFixed(1)} MB`);
+    };
+    request.onabort = () => setText(byId("status"), "The upload was cancelled.");
+    request.onerror = () => setText(byId("status"), "The upload failed. Try it again.");
+    request.onload = () => {
+      const { data, error } = JSON.parse(request.responseText);
+      setText(byId("status"), error?.message ?? "");
+      if (!data) return;
+      const select = document.querySelector("select[name=data]");
+      select.add(new Option(data, data, true, true));
+      byId("new").requestSubmit();
+    };
+    request.onloadend = () => show(false);
+    cancel.onclick = () => request.abort();
+    request.open("POST", `/upload?${new URLSearchParams({ name: file.name })}`);
+    request.send(file);
+    show(true);
+  });
+}
+
 const copy = byId("copy");
 if (copy) {
   copy.hidden = false;
@@ -169,3 +198,4 @@ if (copy) {
 if (byId("runs")) followRuns();
 if (byId("work")?.dataset.state === "working") followWork(byId("work"));
 if (byId("run")) followRun(byId("run").dataset);
+if (byId("upload")) offerUpload(byId("upload"));

@@ -1,0 +1,274 @@
+"""The screen New run: model, examples, plan and start, as one form whose values are in the address.
+
+The page is sent while the commands behind it work: bad rows appear as they are found.
+"""
+
+import dataclasses
+import os
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..config.data import COLUMN_SETTINGS
+from ..config.fields import facts_of
+from ..config.lora import LoRAConfig
+from ..config.schema import DataConfig, TrainConfig
+from ..config.tasks import tasks_of
+from ..display import clock, size
+from ..errors import PackError, flag_of
+from ..files import make_folder, write_errors
+from ..filesystem import temporary
+from . import jobs
+from .access import DATA, check_data
+from .commands import report_of, reports_of
+
+MOST_BYTES = 2 << 30  # of an upload
+_SPARE_BYTES = 1 << 30  # that an upload leaves free
+_SHOWN = 5  # examples
+_KNOWN = 32  # checks that are remembered
+_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+_FILE = re.compile(r"\w[\w .()-]{0,120}")
+_PRESETS = {
+    "Quick look": {"iters": "60", "rank": "8", "sample_every": "20"},
+    "Normal": {"epochs": "1", "rank": "16", "sample_every": "50"},
+    "Thorough": {"epochs": "3", "patience": "3", "rank": "16", "sample_every": "100"},
+}
+# The models of docs/choose.md.
+_MODELS = """
+Qwen3-0.6B Qwen3-1.7B Qwen3-4B Meta-Llama-3-8B-Instruct Qwen3-8B Qwen3-14B Qwen3-32B
+Meta-Llama-3-70B-Instruct
+""".split()
+_READING = ("model", "task", "max_seq_length", *COLUMN_SETTINGS)  # what examples are read with
+_REDUCED = ("batch_size", "recompute", "max_seq_length", "rank", "quantize")  # by a plan
+_REDUCED_FLAGS = tuple(f"{flag_of(name)}=" for name in _REDUCED)
+_VALUES = (*jobs.SETTINGS, "name", "preset", "row")
+_FACTS = {  # of the settings that have a field of their own below the plan
+    field.name: facts_of(field)
+    for config in (DataConfig, LoRAConfig, TrainConfig)
+    for field in dataclasses.fields(config)
+    if field.name in jobs.SETTINGS and field.name not in ("data", "on_bad_row")
+}
+_PLANNED = {"model", "data", "on_bad_row"}  # and more settings, by which `packs plan` estimates
+_PLANNED |= {k for k, f in _FACTS.items() if f.memory or f.disk or f.time or f.column}
+_checks: dict[tuple, list[dict]] = {}
+
+
+def values_of(form: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a form that are not empty, with the change of the button pressed."""
+    changes = (change.partition("=")[::2] for change in form.get("change", "").split())
+    values = {**form, **dict(changes)}
+    values["model"] = form.get("other") or values.get("model", "")
+    return {name: values[name] for name in _VALUES if values.get(name)}
+
+
+def settings_of(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of a run: what the form specifies, over its preset."""
+    settings = {name: values[name] for name in jobs.SETTINGS if values.get(name)}
+    preset = dict(_PRESETS.get(values.get("preset", ""), _PRESETS["Normal"]))
+    task = settings.get("task", TrainConfig.task)
+    replaced = ("iters", "epochs") if settings.keys() & {"iters", "epochs"} else ()
+    for name in [*replaced, *(name for name in preset if task not in (tasks_of(name) or [task]))]:
+        preset.pop(name, None)
+    return preset | settings
+
+
+def start(home: Path, values: Mapping[str, str]) -> str:
+    """Queue the run of a form; return its name."""
+    name = NewRun(home, values).name
+    jobs.queue(home, name, settings_of(values))
+    return name
+
+
+class NewRun:
+    """What the template shows, in its order; commands run when their results are asked for."""
+
+    presets = _PRESETS
+    facts = _FACTS
+
+    def __init__(
+        self, home: Path, values: Mapping[str, str], fault: PackError | None = None
+    ) -> None:
+        self._home = home
+        self.values = dict.fromkeys(_VALUES, "") | dict(values)
+        self.fault = fault
+        self.blocked = ""  # why the run cannot start
+        self.report: Mapping[str, Any] = {}  # of `packs data`
+        self.bad = 0
+        self.training = jobs.training(home)
+
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(values.get("data", "")).stem).strip("-._")
+        self.name = values.get("name") or jobs.free_name(home, stem[:40] or "run")
+
+    def models(self) -> Iterator[tuple[str, str]]:
+        """Yield name and note of each model, those on this disk first."""
+        notes = {"tiny": "bundled: to try what training is like"}
+        yield from notes.items()
+        with suppress(PackError):
+            minute = time.time() // 60
+            (report,) = self._checked(minute, "list", "--bases")
+            for base in report["bases"]:
+                if base["name"] not in notes:
+                    notes[base["name"]] = base["why"] or f"on this disk, {size(1e9 * base['gb'])}"
+                    yield base["name"], notes[base["name"]]
+        models = (f"mlx-community/{model}-4bit" for model in _MODELS)
+        yield from ((name, "downloaded at the start") for name in models if name not in notes)
+
+    def sources(self) -> list[str]:
+        """Return the files and folders of data/ that may be examples."""
+        with suppress(OSError), os.scandir(self._home / DATA) as entries:
+            return sorted(
+                f"{DATA}/{entry.name}"
+                for entry in entries
+                if _FILE.fullmatch(entry.name)
+                and not entry.is_symlink()
+                and (entry.is_dir() or entry.name.endswith(_ENDINGS))
+            )
+        return []
+
+    def bad_rows(self) -> Iterator[dict]:
+        """Yield the rows that cannot be used; then ``report`` is there, or the run is blocked."""
+        try:
+            check_data(self._home, self.values["data"])
+            options = ("--every-row", "--bad-rows", f"--samples={_SHOWN}", self.values["data"])
+            for report in self._checked(self._stamp(), "data", *self._flags(*_READING), *options):
+                if "splits" in report:
+                    self.report = report
+                else:
+                    yield report
+        except PackError as error:
+            self._block(error)
+
+        splits = self.report.get("splits", {}).values()
+        self.bad = sum(sum(split["bad_rows"].values()) for split in splits)
+        if self.bad and not self.values["on_bad_row"]:
+            self.blocked = f"{self.bad:,} rows cannot be used. Leave them out, or correct the file."
+
+    def examples(self) -> list[dict]:
+        """Return some examples with the texts that are trained on, the first ones or from a row."""
+        row = self.values["row"]
+        if not row.isdecimal():
+            return self.report["samples"]
+        rows = ",".join(str(int(row) + n) for n in range(_SHOWN))
+        flags = self._flags("data", *_READING)
+        try:
+            (report,) = self._checked(
+                self._stamp(), "train", *flags, "--show-mask", f"--rows={rows}"
+            )
+        except PackError as error:
+            return [{"where": row, "message": error.message, "text": ""}]
+        return report["examples"]
+
+    def plan(self) -> Mapping[str, Any]:
+        """Return what `packs plan` reports, with the ``best`` option and what that changes."""
+        if self.blocked:
+            return {}
+        settings = settings_of(self.values)
+        try:
+            recipe = jobs.recipe_of(settings)
+            flags = [f"{flag_of(k)}={value}" for k, value in settings.items() if k in _PLANNED]
+            report = report_of(self._home, "plan", *flags)
+            if not report["fits"]:
+                free = [flag for flag in flags if not flag.startswith(_REDUCED_FLAGS)]
+                report = report_of(self._home, "plan", *free)
+        except PackError as error:
+            self._block(error)
+            return {}
+
+        run = {**vars(recipe.lora), **vars(recipe.train), "recompute": recipe.train.recomputes}
+        options = [option for option in report["options"] if option["method"] != "full"]
+        for option in options:
+            changed = [name for name in _REDUCED if run[name] not in ("auto", option[name])]
+            option["changes"] = " ".join(f"{name}={option[name]}" for name in changed)
+        best = min(options, key=lambda option: (option["fit"] == "no", len(option["changes"])))
+        if best["code"]:
+            self.blocked = "The model needs Python code of its own, which the studio never runs."
+        elif best["fit"] == "no" or best["changes"]:
+            self.blocked = f"The run does not fit into the memory ({best['why']})."
+        return {**report, "best": best}
+
+    def figures(self, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield what the best option of a plan needs, by name."""
+        best = plan["best"]
+        machine = plan["machine"]
+        memory = f"{best['peak_gb']:.1f} of {machine['memory_gb']:.1f} GB"
+        yield f"Memory, ± {100 * best['error']:.0f} %", memory
+        if (seconds := best["seconds"])["low"] is None:
+            yield "Time", seconds["source"]
+        else:
+            minutes = f"{clock(seconds['low'])} to {clock(seconds['high'])}"
+            yield f"Time, {seconds['source']}", minutes
+        disk = f"{size(1e9 * best['disk']['total_gb'])}"
+        if machine["free_disk_gb"] is not None:
+            disk += f" of {size(1e9 * machine['free_disk_gb'])}"
+        yield "Disk", disk
+
+    @property
+    def command(self) -> str:
+        """The command of the run, for a terminal."""
+        try:
+            arguments = jobs.arguments_of(self._home, self.name, settings_of(self.values))
+        except PackError as error:
+            return f"# {error.message}"
+        return jobs.command_line(self._home, arguments)
+
+    def _block(self, error: PackError) -> None:
+        self.fault = self.fault or error
+        self.blocked = error.message
+
+    def _flags(self, *names: str) -> list[str]:
+        return [f"{flag_of(name)}={self.values[name]}" for name in names if self.values[name]]
+
+    def _stamp(self) -> tuple:
+        """Return what changes with the files of the examples."""
+        path = self._home / self.values["data"]
+        files = [path, *path.glob("*")]
+        with suppress(OSError):
+            return tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+        return ()
+
+    def _checked(self, stamp: object, *arguments: str) -> Iterator[dict]:
+        """Yield the reports of a command, from memory if the stamp is as it was then."""
+        key = (self._home, stamp, arguments)
+        reports = _checks.get(key, [])
+        yield from reports
+        if not reports:
+            for report in reports_of(self._home, *arguments):
+                reports.append(report)
+                yield report
+            _checks[key] = reports
+        for old in list(_checks)[:-_KNOWN]:
+            _checks.pop(old, None)
+
+
+async def save_upload(home: Path, name: str, count: int, parts: AsyncIterator[bytes]) -> str:
+    """Write a file of examples to data/; return its place. One that is cut short is removed.
+
+    Raises:
+        PackError: the file is of another kind, empty, too large, or incomplete.
+    """
+    stem, ending = os.path.splitext(name)
+    if ending.lower() not in _ENDINGS:
+        raise PackError(f"{name:.80}: is none of {', '.join(_ENDINGS)}.", "unsupported", "data")
+    if not 0 < count <= MOST_BYTES:
+        text = f"has {count:,} bytes. A file has 1 to {MOST_BYTES:,} bytes."
+        raise PackError(f"{name:.80}: {text}", flag="data")
+    if shutil.disk_usage(home).free < count + _SPARE_BYTES:
+        raise PackError(f"{name:.80}: the disk has too little space.", "unwritable", "data")
+
+    make_folder(home / DATA)
+    stem = re.sub(r"[^\w.-]+", "-", stem).strip("-.")[:60] or "examples"
+    path = home / DATA / f"{stem}{ending.lower()}"
+    with write_errors(path), temporary(path, Path.touch) as partial:
+        with partial.open("wb") as file:
+            async for part in parts:
+                file.write(part)
+        if partial.stat().st_size != count:
+            raise PackError(f"{name:.80}: is incomplete. Upload it again.", flag="data")
+        if path.exists():
+            path = path.with_name(f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}")
+        os.rename(partial, path)
+    return f"{DATA}/{path.name}"
