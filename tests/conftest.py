@@ -39,6 +39,7 @@ from tests.helpers.encoders import write_encoder
 from tests.helpers.local_hub import LocalHub, local_hub
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
+from tests.helpers.variants import slow_except
 
 CAFFEINATE = """#!/bin/sh
 for part in "$@"; do printf "%s\\n" "$part"; done >> {folder}/caffeinate.log
@@ -246,7 +247,7 @@ def nothing_ahead() -> Iterator[None]:
     mx.set_memory_limit(limit)
 
 
-@pytest.fixture(params=["metal", "cuda"])
+@pytest.fixture(params=slow_except(["metal", "cuda"], "metal"))
 def emulated(request) -> Iterator[Emulated]:
     """A forced backend whose kernels run in the emulator; some must have run, each that was built.
 
@@ -260,7 +261,7 @@ def emulated(request) -> Iterator[Emulated]:
             assert sum(r.half_operations + r.bfloat_operations for r in kernel.reports) == 0
 
 
-@pytest.fixture(params=["metal", "cuda"])
+@pytest.fixture(params=slow_except(["metal", "cuda"], "metal"))
 def nothing_launched(request) -> Iterator[Emulated]:
     """A forced backend as `emulated`, of which no kernel may run."""
     with emulation(request.param) as built, dispatch.backend(request.param):

@@ -14,6 +14,7 @@ from mlx_packs.ops.profile import GPU, forced_profile
 from mlx_packs.runtime import mx
 from tests.helpers.comparison import all_close
 from tests.helpers.emulation import emulation
+from tests.helpers.variants import slow_except
 from tests.ops.cases import DTYPES, by_dtype, outputs_and_gradients
 
 DEPTH, PACKS = 40, 3
@@ -80,7 +81,7 @@ def test_reference_with_cuda_takes_no_gathered_product(monkeypatch):
     assert all_close(reference(*case), expected)
 
 
-@pytest.fixture(params=["reference", "metal", "cuda"])
+@pytest.fixture(params=slow_except(["reference", "metal", "cuda"], "reference", "metal"))
 def each_backend(request) -> Iterator[str]:
     """Plain MLX, and the kernels executed."""
     if request.param == "reference":
