@@ -186,8 +186,10 @@ class NewRun:
         best = min(options, key=lambda option: (option["fit"] == "no", len(option["changes"])))
         if best["code"]:
             self.blocked = "The model needs Python code of its own, which the studio never runs."
-        elif best["fit"] == "no" or best["changes"]:
-            self.blocked = f"The run does not fit into the memory ({best['why']})."
+        elif best["fit"] == "no":
+            self.blocked = f"No run of this model fits into the memory ({best['why']})."
+        elif best["changes"]:
+            self.blocked = "The run does not fit into the memory with these settings."
         return {**report, "best": best}
 
     def figures(self, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

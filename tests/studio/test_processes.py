@@ -123,7 +123,25 @@ def test_a_stopped_run_continues_to_the_same_adapters(home):
     assert run_page(home, "whole")["checkpoint"] == 70
 
 
-def test_a_killed_run_is_resumed_in_a_terminal(home):
+def test_a_run_of_a_terminal_is_killed_and_resumed_here(home):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    flags += ["--iters=60", "--save-every=10", "--quiet"]
+    command = [sys.executable, "-m", "mlx_packs", "train", *flags, "--out=packs/killed"]
+    with subprocess.Popen(command, cwd=home, stderr=subprocess.DEVNULL) as process:
+        until(lambda: len(RunFolder(folder(home, "killed")).checkpoints()) >= 2, SECONDS)
+        process.kill()
+    start = time.monotonic()
+    until(lambda: state(home, "killed") == "stopped", 5)
+    print(f"seconds until a killed run is stopped: {time.monotonic() - start:.2f}")
+
+    jobs.resume(home, "killed")
+    until(lambda: state(home, "killed") == "finished", SECONDS)
+    packs(home, "train", *flags, "--out=packs/whole")
+    adapters = [home / "packs" / name / "adapters.safetensors" for name in ("killed", "whole")]
+    assert sha256(adapters[0]) == sha256(adapters[1])
+
+
+def test_a_stopped_run_is_resumed_in_a_terminal(home):
     jobs.queue(home, "tickets", {**SMALL, "iters": "200", "sample_every": "10"})
     until(lambda: RunFolder(folder(home, "tickets")).samples(), SECONDS)
     until(lambda: (read_status(folder(home, "tickets")).batch or 0) >= 20, SECONDS)
