@@ -128,7 +128,7 @@ def _unknown(
     elif train.offloads:
         kind = "a base on disk"
     elif work(headers, lora, train) is None:
-        kind = f"a {headers.config.get('model_type')}"
+        kind = f"{headers.config.get('model_type')} models"
     if kind:
         return f"there is no formula for the time of {kind}"
 

@@ -33,7 +33,7 @@ ATTENTION = BlockKind(("q_proj", "k_proj", "v_proj"), "o_proj")
 MLP = BlockKind(("gate_proj", "up_proj"), "down_proj")
 _KINDS = {"Attention": ATTENTION, "MLP": MLP}
 # Modules of mlx-lm whose attention has q_proj, k_proj, v_proj, o_proj, rope, scale (and q_norm,
-# k_norm).
+# k_norm of a head).
 _FAMILIES = ("mlx_lm.models.qwen3", "mlx_lm.models.qwen2", "mlx_lm.models.llama")
 _RECURRENCE = "gated_delta_update"  # of Qwen3-Next, Qwen3.5, Kimi Linear, OLMo hybrid
 
