@@ -44,6 +44,7 @@ def config_of(family: str, hidden: int, ffn: int, value_heads: int, blocks: int)
         "vocab_size": VOCAB,
         "linear_num_value_heads": value_heads,
         "full_attention_interval": 4,
+        "layer_types": ["full_attention"] * blocks,  # of families without linear attention
     }
 
     text |= {name: size for name, size in sizes.items() if name in text}
