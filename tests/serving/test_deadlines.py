@@ -82,12 +82,17 @@ def test_a_short_request_does_not_wait_for_a_long_one(server):
     worker = server.worker
     rows = [np.arange(1, 9, dtype=np.int32)] * 400
     until(lambda: worker.counts == (0, 0))  # of earlier requests
-    before = worker.steps
-    submit = worker.call(lambda: [worker.submit("base", rows), worker.submit("base", rows[:1])])
-    long, short = submit.result()
     seen = []
-    short.add_done_callback(lambda _: seen.append((worker.steps, long.done())))
-    short.result(10)
+
+    def submit_both():
+        """Submit both between two steps, so that no step is taken before the callback is there."""
+        before = worker.steps
+        long, short = worker.submit("base", rows), worker.submit("base", rows[:1])
+        short.add_done_callback(lambda _: seen.append((worker.steps - before, long.done())))
+        return long
+
+    long = worker.call(submit_both).result()
     until(lambda: seen)
-    assert seen[0][0] - before <= 3 and not seen[0][1]
+    ((steps, long_is_done),) = seen
+    assert steps <= 3 and not long_is_done
     assert len(long.result(60)) == 400
