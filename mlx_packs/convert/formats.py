@@ -139,11 +139,13 @@ def write_adapter(
     out = stored.file.parent
     deltas = form.deltas(stored, pack.manifest["base"]["model_type"])
     verified = verify_numerically(pack.specs, pack.load_tensors(), deltas, out)
+
     with atomic_folder(out) as folder:
         save_folder(stored, folder, form.convention)
         check_written(folder / stored.file.name, stored.tensors, out)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
+
     count = len(stored.tensors)
     return {
         "tensors": count,

@@ -150,7 +150,7 @@ class LearningFolder:
     def to_json(self) -> dict[str, Any]:
         """Return the versions with their figures, and the rows of each task.
 
-        ``missing`` says what the rows of each task lack; None if those of one are enough.
+        ``missing`` has the lack of rows of each task; None if one task has enough.
         """
         splits = {task: read_rows(self.path, task) for task in FILES}
         faults = {task: split.fault for task, split in splits.items()}

@@ -116,21 +116,12 @@ def test_an_epoch_has_the_batches_and_lengths_of_the_rows(tmp_path, share_prefix
 
 def test_the_plan_shows_the_time_of_the_run(run, step, tmp_path):
     data = write_rows(tmp_path / "d", train=CHATS, valid=CHATS[:2])
-    few = (
-        "--data",
-        data,
-        "--val-batches",
-        "2",
-        "--test-batches",
-        "2",
-        "--iters",
-        "10",
-        "--memory",
-        "8",
-    )
+    few = "--val-batches 2 --test-batches 2 --iters 10 --memory 8 --data".split() + [data]
+
     best = json.loads(run("plan", *few, "--json")[1])["options"][0]
     assert best["seconds"].keys() == {"low", "high", "source", "why"}
     assert 0 < best["seconds"]["low"] < best["seconds"]["high"]
+
     out = run("plan", *few)[1]
     (line,) = [line for line in out.splitlines() if line.startswith("run ")]
     assert MEASURED in line and " to " in line

@@ -64,6 +64,7 @@ def test_a_client_that_goes_ends_the_request_to_the_server(first):
         client.sock.shutdown(socket.SHUT_RDWR)
         assert server.left.wait(30)
         client.close()
+
     sent = server.request.lower()
     assert (
         b"authorization: bearer secret" in sent and b"cookie" not in sent and b"origin" not in sent
