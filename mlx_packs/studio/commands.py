@@ -55,8 +55,8 @@ def reports_of(home: Path, *arguments: str) -> Iterator[dict[str, Any]]:
     report = _object(text)
     if report is None:
         raise PackError(f"packs {arguments[0]}: {last or 'ended without a report'}", "unsupported")
-    if "error" in report:
-        error = report["error"]
+    error = report.get("error")
+    if isinstance(error, dict):  # a number in reports of packs learn
         raise PackError(error["message"], error["code"], error["flag"])
     yield report
 
