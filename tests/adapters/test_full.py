@@ -28,6 +28,7 @@ from tests.helpers.memory import active_bytes
 from tests.helpers.models import base_of
 from tests.helpers.rows import chat, write_rows
 from tests.helpers.steps import lm_stepper, loss_sum, make_batch
+from tests.helpers.variants import nightly_except
 
 FAMILIES = {
     "qwen3": {},
@@ -165,8 +166,7 @@ def test_the_plan_is_no_less_than_a_step_takes(
     assert measured / (1 + ERROR) < planned.peak_bytes < 1.75 * measured
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "block"])
+@pytest.mark.parametrize("policy", nightly_except(["none", "block"], "block"))
 def test_steps_and_scores_are_the_same_compiled(policy):
     """Weights that learn are inputs of the traces, those of the scores too."""
 

@@ -176,7 +176,7 @@ def test_every_row_is_read_where_that_is_asked(here, report_of, monkeypatch):
     assert [bad["line"] for bad in every["bad"]] == [6 * i for i in range(1, 61)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bad_rows_of_100_000_are_found_in_a_minute(here):
     """Of two cores: twice as many seconds of CPU time, with those of the tokenizer's process."""
     words = [

@@ -25,7 +25,7 @@ def check(report: Report) -> None:
     "numbers",
     [
         pytest.param(range(12), id="12"),
-        pytest.param(range(12, 100), id="88 more", marks=pytest.mark.slow),
+        pytest.param(range(12, 100), id="88 more", marks=pytest.mark.nightly),
     ],
 )
 def test_100_mutants(kind, numbers):

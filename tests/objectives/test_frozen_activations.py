@@ -132,7 +132,7 @@ def test_rows_are_given_ahead_once_they_are_known():
         assert np.array_equal(opened.states(batch), states)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles with g++ on CPUs")
 def test_a_compiled_step_takes_states_as_an_input():
     code = """

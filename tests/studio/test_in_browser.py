@@ -138,6 +138,7 @@ def rows(count: int) -> list[str]:
     return [json.dumps(text) for text in texts]
 
 
+@pytest.mark.nightly
 def test_the_example_is_started_stopped_resumed_and_done(home, opened, expect):
     page = opened()
     page.get_by_role("button", name="Try the example").click()
@@ -202,6 +203,7 @@ def test_an_upload_is_cancelled(home, opened, expect, tmp_path):
     until(lambda: not (home / "data").exists() or not list((home / "data").iterdir()))
 
 
+@pytest.mark.nightly
 def test_a_run_that_does_not_fit_is_offered_a_change(home, opened, expect):
     page = opened()
     page.goto(page.url + "new?model=tiny&data=tiny&batch_size=40000&preset=Quick+look")
@@ -213,6 +215,7 @@ def test_a_run_that_does_not_fit_is_offered_a_change(home, opened, expect):
     expect(page.locator("#blocked")).to_be_empty()
 
 
+@pytest.mark.nightly
 def test_a_run_that_diverged_is_tried_again(home, opened, expect):
     ended = {**ERROR, "error": "batch 9: nan"}
     make_run(home, "failed", losses(*range(1, 9)), ended=ended)

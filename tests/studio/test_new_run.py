@@ -14,6 +14,7 @@ from mlx_packs.studio import new_run
 from mlx_packs.studio.commands import report_of
 from tests.helpers.run_folders import make_run
 from tests.helpers.serving import until
+from tests.helpers.variants import nightly_except
 
 ROW = {"prompt": "Say yes", "completion": "yes"}
 MARKUP = "<script>alert(1)</script>"
@@ -153,7 +154,7 @@ def test_examples_that_are_all_bad_cannot_be_trained_on(home, client):
     assert "bad.jsonl:1" in re.search(r'id="blocked"[^>]*>(.*?)</p>', page)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_marked_texts_are_what_the_run_is_trained_on(home, client):
     write(home, "some.jsonl", *[{"prompt": f"Say {n}", "completion": f"<{n}>"} for n in range(40)])
     for row in ("", "7"):
@@ -168,9 +169,11 @@ def test_marked_texts_are_what_the_run_is_trained_on(home, client):
             ] == spans
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("setting", "value"), [("learning_rate", "fast"), ("rank", "0"), ("patience", "-1")]
+    ("setting", "value"),
+    nightly_except(
+        [("learning_rate", "fast"), ("rank", "0"), ("patience", "-1")], ("learning_rate", "fast")
+    ),
 )
 def test_a_wrong_setting_is_said_beside_its_field(home, client, setting, value):
     page = client.page("/new", model="tiny", data="tiny", **{setting: value})
@@ -186,7 +189,7 @@ def test_a_name_that_is_taken_is_said(home, client):
     assert status == 400 and "exists already" in page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_37_bad_rows_of_100_000_are_found(home):
     lines = [json.dumps({"prompt": f"Say {n}", "completion": "yes"}) for n in range(100_000)]
     bad = list(range(17, 100_000, 2703))
