@@ -10,7 +10,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +23,7 @@ DOCUMENT_BYTES = 64 << 20  # of a JSON file; the index of a base with 140,000 te
 YAML_BYTES = 256 << 10  # PyYAML reads about 0.1 MB/s
 HEADER_BYTES = 100_000_000  # of a safetensors header, as the safetensors library has it
 SEAL = "sha256"  # the key of the hash in JSON that is sealed
+_LINE_BYTES = 1 << 20  # of a line of a file that grows
 _DEPTH = 100  # levels of nested mappings and lists
 _CONTAINERS = 2_000_000  # mappings and lists of a document; 64 bytes each at least
 _DIGITS = 100  # of an integer; all such are floats, too
@@ -100,6 +103,56 @@ def decode(content: bytes, where: str) -> str:
         raise PackError(
             f"{where}: is not UTF-8 (byte {error.start}). Save it as UTF-8.", "unreadable"
         ) from None
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Complete lines of a growing file: which file it is, and where in it they end.
+
+    Lines that are whole replace those that the reader has; others follow them.
+    """
+
+    lines: list[bytes]
+    file: str = ""
+    end: int = 0
+    is_whole: bool = True
+
+
+def tail(path: Path, file: str = "", start: int = 0, most: float = DOCUMENT_BYTES) -> Tail:
+    """Return the complete lines from ``start`` of ``file``, or of the last ``most`` bytes.
+
+    A file that was replaced or cut is read anew; one that is missing has no lines. An incomplete
+    last line is left for the next call.
+    """
+    try:
+        opened = open_regular(path)
+    except FileNotFoundError:
+        return Tail([])
+
+    with opened:
+        facts = os.fstat(opened.fileno())
+        continues = file == str(facts.st_ino) and start <= facts.st_size
+        first = start if continues else 0
+        is_cut = facts.st_size - first > most
+        if is_cut:
+            first = facts.st_size - int(most)
+        opened.seek(first)
+        block = opened.read(facts.st_size - first)
+
+    end = block.rfind(b"\n") + 1
+    lines = block[:end].split(b"\n")[is_cut:-1]
+    if not end and len(block) > _LINE_BYTES:  # it is skipped, not read again and again
+        end = len(block)
+    return Tail(lines, str(facts.st_ino), first + end, is_cut or not continues)
+
+
+def json_objects(lines: Iterable[bytes]) -> Iterator[dict]:
+    """Yield the JSON objects among lines; others are left out."""
+    for line in lines:
+        with suppress(ValueError):
+            value = parse_json(line.decode("utf-8", "replace"))
+            if isinstance(value, dict):
+                yield value
 
 
 def parse_json(text: str) -> Any:

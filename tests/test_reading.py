@@ -11,12 +11,14 @@ from mlx_packs.errors import PackError, library_errors
 from mlx_packs.reading import (
     HEADER_BYTES,
     YAML_BYTES,
+    json_objects,
     open_regular,
     parse_json,
     read_header,
     read_json,
     read_text,
     read_yaml,
+    tail,
 )
 from mlx_packs.runtime import mx
 from tests.helpers.errors import check, raises
@@ -239,3 +241,44 @@ def test_a_defect_of_ours_keeps_its_traceback():
         with pytest.raises(defect):
             with library_errors(lambda reason: PackError(reason)):
                 exec("raise error", {"__name__": "mlx_packs.bases.loading", "error": defect()})
+
+
+def test_a_tail_leaves_an_incomplete_line(tmp_path):
+    file = tmp_path / "lines"
+    assert tail(file).lines == []
+    file.write_bytes(b"one\ntw")
+    first = tail(file)
+    assert (first.lines, first.end, first.is_whole) == ([b"one"], 4, True)
+
+    file.write_bytes(file.read_bytes() + b"o\nthree\n")
+    second = tail(file, first.file, first.end)
+    assert (second.lines, second.end, second.is_whole) == ([b"two", b"three"], 14, False)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_tail_reads_a_replaced_or_cut_file_anew(tmp_path, is_replaced):
+    file = tmp_path / "lines"
+    file.write_bytes(b"one\ntwo\n")
+    before = tail(file)
+    new = file
+    if is_replaced:
+        new = tmp_path / "new"
+    new.write_bytes(b"1\n" if new is file else b"1\n" * 9)
+    new.replace(file)
+    after = tail(file, before.file, before.end)
+    assert (set(after.lines), after.is_whole) == ({b"1"}, True)
+
+
+def test_a_tail_is_bounded(tmp_path):
+    file = tmp_path / "lines"
+    file.write_bytes(b"".join(b"%d\n" % n for n in range(1000)))
+    last = tail(file, most=11)
+    assert (last.lines, last.is_whole) == ([b"998", b"999"], True)
+
+    file.write_bytes(b"x" * (2 << 20))  # a line that never ends is not read again and again
+    assert (tail(file).lines, tail(file).end) == ([], 2 << 20)
+
+
+def test_objects_of_lines_leave_out_all_else():
+    lines = [b'{"a": 1}', b"[1]", b"7", b"{", b'{"b": "\xff"}', b"[" * 10_000]
+    assert list(json_objects(lines)) == [{"a": 1}, {"b": "\ufffd"}]

@@ -31,7 +31,7 @@ from ..serving.http import AccessGuard, ServerSettings, error_response, read_bod
 from ..serving.page import ASKED, page, pass_on, policy_with
 from . import jobs, new_run
 from .access import CONTENT_POLICY, LOGIN, POLICY, Access, Login
-from .children import Child, Outcome
+from .commands import Child, Outcome
 from .runs import live, report_page, run_page, runs_of
 from .use import COMMANDS, facts_of
 

@@ -1,20 +1,111 @@
-"""Commands of `packs` as child processes of the studio, which itself loads no model."""
+"""Commands of `packs` as child processes of the studio, which itself loads no model.
 
+`python -m mlx_packs.studio.commands` is `packs` that ends when its standard input does: the input
+of a child is a pipe of the studio, which closes even if that is killed.
+"""
+
+import os
+import runpy
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import PackError
-from ..reading import parse_json
+from ..reading import Tail, json_objects, tail
+
+_END_S = 20.0
+_POLL_S = 0.02
 
 
-def command_of(*arguments: str) -> list[str]:
-    """Return the command line of `packs` with these arguments, by this Python."""
-    return [sys.executable, "-m", "mlx_packs", *arguments]
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a command so far.
+
+    Attributes:
+        state: working, done or failed; empty if none was started.
+        text: the last line of its progress, or its error.
+        report: the object that it printed.
+        command: its command line in a terminal.
+        error: why it failed.
+    """
+
+    state: str = ""
+    text: str = ""
+    report: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    error: PackError | None = None
+
+
+class Child:
+    """A command that runs in the home; what it prints goes to files, which never fill up.
+
+    A server is done when it is ready, and has failed when it has ended.
+    """
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        self._arguments = arguments
+        self._output = tempfile.NamedTemporaryFile()
+        self._progress = tempfile.NamedTemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *arguments, "--json"],
+            cwd=home,
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._progress,
+        )
+
+    @property
+    def outcome(self) -> Outcome:
+        exit_code = self._process.poll()  # asked first: it may end meanwhile
+        report = next(json_objects([b"\n".join(tail(Path(self._output.name)).lines)]), {})
+        lines = [line for line in tail(Path(self._progress.name)).lines if line.strip()]
+        text = lines[-1].decode("utf-8", "replace").removeprefix("packs: ") if lines else "Starting"
+
+        state = "working"
+        error = None
+        if isinstance(report.get("error"), dict):  # a number in reports of packs learn
+            error = PackError(*(report["error"][name] for name in ("message", "code", "flag")))
+        elif exit_code is not None and (not report or self._arguments[0] == "serve"):
+            if exit_code < 0:
+                text = f"The process was killed (signal {-exit_code})."
+            error = PackError(f"packs {self._arguments[0]}: {text}", "unsupported")
+        elif report:
+            state = "done"
+            text = ""  # of a server it is the token
+
+        if error is not None:
+            state = "failed"
+            text = error.message
+        return Outcome(state, text, report, shlex.join(["packs", *self._arguments]), error)
+
+    def objects(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects among the lines of its progress, as they come, until it has ended."""
+        seen = Tail([])
+        is_running = True
+        while is_running:
+            is_running = self._process.poll() is None
+            seen = tail(Path(self._progress.name), seen.file, seen.end)
+            yield from json_objects(seen.lines)
+            if is_running:
+                time.sleep(_POLL_S)
+
+    def stop(self, patience: float = _END_S) -> None:
+        """End the command, and wait for it; kill it after so many seconds."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        self._process.kill()
+        with self._process, self._output, self._progress:
+            pass  # closes them
 
 
 def report_of(home: Path, *arguments: str) -> dict[str, Any]:
@@ -24,46 +115,30 @@ def report_of(home: Path, *arguments: str) -> dict[str, Any]:
 
 
 def reports_of(home: Path, *arguments: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of JSON that a command prints while it works, and then its report.
+    """Yield the objects that a command prints while it works, and then its report.
 
     The command is killed when the caller reads no further.
 
     Raises:
         PackError: the command failed: its own error, with code and flag.
     """
-    # a file, since a full pipe would stop a command whose other output is read
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command_of(*arguments, "--json"),
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.PIPE,
-        )
-        last = ""
-        with process:
-            try:
-                for line in process.stderr:
-                    last = line.decode("utf-8", "replace").strip() or last
-                    if (parsed := _object(last)) is not None:
-                        yield parsed
-            finally:
-                process.kill()
-        output.seek(0)
-        text = output.read().decode("utf-8", "replace")
-
-    report = _object(text)
-    if report is None:
-        raise PackError(f"packs {arguments[0]}: {last or 'ended without a report'}", "unsupported")
-    error = report.get("error")
-    if isinstance(error, dict):  # a number in reports of packs learn
-        raise PackError(error["message"], error["code"], error["flag"])
-    yield report
+    child = Child(home, *arguments)
+    try:
+        yield from child.objects()
+        outcome = child.outcome
+    finally:
+        child.stop(0)
+    if outcome.error:
+        raise outcome.error
+    yield dict(outcome.report)
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    with suppress(ValueError):
-        value = parse_json(text)
-        if isinstance(value, dict):
-            return value
-    return None
+def end_with_studio() -> None:
+    """End this process when its standard input ends, on which the studio sends nothing."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_studio, daemon=True).start()
+    runpy.run_module(__package__.partition(".")[0], run_name="__main__")

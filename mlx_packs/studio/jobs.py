@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from ..reading import check_regular, read_json
 from ..training.run_folder import LOG, WAITING, RunFolder, run_folder
 from ..training.status import read_status
 from .access import RUNS, check_data, check_name, folder_of_run
-from .commands import command_of
 
 # What a form or a waiting run may specify; all else has its default.
 SETTINGS = """
@@ -38,6 +38,11 @@ _OF_TERMINALS = ("trust_remote_code", "allow_urls", "report_to")
 _QUEUE = ".studio.lock"
 _BYTES = 64 << 10
 _TICK_S = 5.0
+
+
+def command_of(*arguments: str) -> list[str]:
+    """Return the command line of `packs` with these arguments, by this Python."""
+    return [sys.executable, "-m", "mlx_packs", *arguments]
 
 
 def recipe_of(settings: Mapping[str, str]) -> Recipe:

@@ -8,8 +8,8 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -17,9 +17,8 @@ from urllib.parse import urlencode
 from ..errors import PackError, file_errors, flag_of
 from ..gates import MEANING
 from ..packs.facts import all_changes
-from ..reading import DOCUMENT_BYTES, check_regular, open_regular, parse_json
+from ..reading import json_objects, tail
 from ..report.facts import (
-    MOST_SAMPLES,
     MOST_TEXT,
     Page,
     Points,
@@ -27,12 +26,13 @@ from ..report.facts import (
     curve_of,
     progress_series,
     recipe_sections,
+    samples_of,
     text,
 )
 from ..report.page import render, shown
 from ..serving.http import public_message
 from ..training.checkpoint import METRICS, batches_of
-from ..training.run_folder import CONFIG, LOG, SAMPLES, RunFolder, run_folder
+from ..training.run_folder import CONFIG, LOG, RunFolder, run_folder
 from ..training.run_page import facts_of_run, read_report, run_facts
 from ..training.status import PHASES, RunStatus, read_status
 from .access import RUNS, folder_of_run
@@ -42,8 +42,6 @@ _SUFFIX = "-run"
 _MOST_ROWS = 200
 _MOST_POINTS = 2000  # of a series in an answer
 _TABLE_ROWS = 40
-_METRICS_BYTES = 64 << 20
-_LINE_BYTES = 1 << 20
 _LOG_BYTES = 256 << 10
 _LOG_LINES = 200
 _UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
@@ -88,19 +86,6 @@ class RunView:
         """The first held-out number before and after."""
         changes = all_changes(self.report or {})
         return f"{changes[0].title} {' → '.join(changes[0].texts)}" if changes else "–"
-
-
-@dataclass(frozen=True)
-class Tail:
-    """Complete lines of a growing file: which file it is, and where in it they end.
-
-    Lines that are whole replace those that the reader has; others follow them.
-    """
-
-    lines: list[bytes]
-    file: str = ""
-    end: int = 0
-    is_whole: bool = True
 
 
 def runs_of(home: Path) -> tuple[list[RunView], int]:
@@ -175,7 +160,7 @@ def run_page(home: Path, name: str) -> dict[str, Any]:
     """Return what the template of the screen Run needs."""
     folder = folder_of_run(home, name)
     run = _opened(home, name)
-    lines = _metrics(tail(folder / METRICS))
+    lines = RunFolder(folder).metrics()
     facts = facts_of_run(name, run.recipe, lines, run.report, Page(title=""))
     answers, answered = _answers(folder)
     checkpoints = RunFolder(folder).checkpoints()
@@ -229,7 +214,7 @@ def live(home: Path, name: str, file: str, start: int) -> dict[str, Any]:
     status = read_status(folder)
     new = tail(folder / METRICS, file, start)
     series = {}
-    for key, points in curve_of(_metrics(new)).items():
+    for key, points in curve_of(json_objects(new.lines)).items():
         batches, values = zip(*extremes(points), strict=True)
         series[key] = [[int(batch) for batch in batches], [float(f"{v:.5g}") for v in values]]
 
@@ -250,47 +235,7 @@ def live(home: Path, name: str, file: str, start: int) -> dict[str, Any]:
 
 def report_page(home: Path, name: str) -> str:
     """Return the page of `packs report`, made anew: one in the folder could have any content."""
-    folder = folder_of_run(home, name)
-    if (folder / METRICS).exists():
-        check_regular(folder / METRICS, DOCUMENT_BYTES)
-    return render(run_facts(folder))
-
-
-def tail(path: Path, file: str = "", start: int = 0, most: int = _METRICS_BYTES) -> Tail:
-    """Return the complete lines from ``start`` of ``file``, or of the last ``most`` bytes.
-
-    A file that was replaced or cut is read anew. An incomplete last line is left for the next call.
-    """
-    try:
-        opened = open_regular(path)
-    except FileNotFoundError:
-        return Tail([])
-
-    with opened:
-        facts = os.fstat(opened.fileno())
-        continues = file == str(facts.st_ino) and start <= facts.st_size
-        first = start if continues else 0
-        is_cut = facts.st_size - first > most
-        if is_cut:
-            first = facts.st_size - most
-        opened.seek(first)
-        block = opened.read(facts.st_size - first)
-
-    end = block.rfind(b"\n") + 1
-    lines = block[:end].split(b"\n")[is_cut:-1]
-    if not end and len(block) > _LINE_BYTES:  # no line of a run is as long
-        end = len(block)
-    return Tail(lines, str(facts.st_ino), first + end, is_cut or not continues)
-
-
-def _metrics(new: Tail) -> list[dict]:
-    lines = []
-    for line in new.lines:
-        with suppress(ValueError):
-            parsed = parse_json(line.decode())
-            if isinstance(parsed, dict):
-                lines.append(parsed)
-    return lines
+    return render(run_facts(folder_of_run(home, name)))
 
 
 def extremes(points: Points, most: int = _MOST_POINTS) -> Points:
@@ -298,12 +243,10 @@ def extremes(points: Points, most: int = _MOST_POINTS) -> Points:
     if len(points) <= most:
         return points
     size = math.ceil(len(points) / (most // 2))
-    chosen = []
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        values = [value for _, value in part]
-        chosen += sorted({part[values.index(min(values))], part[values.index(max(values))]})
-    return chosen
+    groups = (points[start : start + size] for start in range(0, len(points), size))
+    value = itemgetter(1)
+    ends = ({min(group, key=value), max(group, key=value)} for group in groups)
+    return [point for pair in ends for point in sorted(pair)]
 
 
 def _table(curve: Mapping[str, Points]) -> list[tuple[str, str, str]]:
@@ -316,18 +259,20 @@ def _table(curve: Mapping[str, Points]) -> list[tuple[str, str, str]]:
 
 def _answers(folder: Path) -> tuple[list[SampleTexts], int | None]:
     """Return the validation prompts with their first and last answers, and the last one's batch."""
-    lines = []
-    if (folder / SAMPLES).exists():
-        check_regular(folder / SAMPLES, DOCUMENT_BYTES)
-        lines = RunFolder(folder).samples()
+    lines = RunFolder(folder).samples()
     if not lines:
         return [], None
 
     first, last = lines[0]["batch"], lines[-1]["batch"]
     now = {line["prompt"]: line["answer"] for line in lines if line["batch"] == last}
-    answers = []
-    for line in [line for line in lines if line["batch"] == first][:MOST_SAMPLES]:
-        prompt = line["prompt"]
-        texts = (prompt, line.get("expected"), line["answer"], now.get(prompt))
-        answers.append(SampleTexts(*(text(each, MOST_TEXT).strip() for each in texts)))
-    return answers, last
+    asked = [line for line in lines if line["batch"] == first]
+    answers = [
+        {
+            **line,
+            "wanted": line.get("expected"),
+            "before": line["answer"],
+            "after": now.get(line["prompt"]),
+        }
+        for line in asked
+    ]
+    return samples_of(answers), last

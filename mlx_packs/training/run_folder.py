@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,16 @@ from ..errors import PackError, file_errors, older_version
 from ..files import atomic_write, exclusive_writer, is_pattern, make_folder, to_json, write_errors
 from ..filesystem import discard, sweep
 from ..packs.folder import check_output
-from ..reading import SEAL, check_seal, parse_json, read_json, sealed, without_seal
+from ..reading import (
+    DOCUMENT_BYTES,
+    SEAL,
+    check_seal,
+    json_objects,
+    read_json,
+    sealed,
+    tail,
+    without_seal,
+)
 from ..report.facts import PAGE
 from .checkpoint import ADAPTERS, METRICS, NAME, batches_of, check_checkpoint, read_training_state
 
@@ -172,34 +182,32 @@ class RunFolder:
         """Return the lines of metrics.jsonl up to a batch, and remove all others from it."""
         if not (self.path / METRICS).is_file():
             return []
-        lines = [line for line in self.metrics() if line["batch"] <= batches]
+        lines = [line for line in self.metrics(math.inf) if line["batch"] <= batches]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         atomic_write(self.path / METRICS, text)
         return lines
 
-    def metrics(self) -> list[dict]:
-        """Return the lines of metrics.jsonl that are lines of a run; the file stays as it is."""
-        return [line for line in self._lines(METRICS) if _is_of_metrics(line)]
+    def metrics(self, most: float = DOCUMENT_BYTES) -> list[dict]:
+        """Return the lines of a run in metrics.jsonl, of its last ``most`` bytes."""
+        return [line for line in self._lines(METRICS, most) if _is_of_metrics(line)]
 
-    def samples(self) -> list[dict]:
-        """Return the lines of samples.jsonl: batch, prompt, expected (or None) and answer."""
+    def samples(self, most: float = DOCUMENT_BYTES) -> list[dict]:
+        """Return the lines of samples.jsonl: batch, prompt, expected (or None) and answer.
+
+        They are those of its last ``most`` bytes.
+        """
         kinds = {"prompt": str, "answer": str, "expected": str | None}
         return [
             line
-            for line in self._lines(SAMPLES)
+            for line in self._lines(SAMPLES, most)
             if all(isinstance(line.get(name, 0), kind) for name, kind in kinds.items())
         ]
 
-    def _lines(self, name: str) -> Iterator[dict]:
+    def _lines(self, name: str, most: float) -> Iterator[dict]:
         """Yield the lines of a file that are of a batch; there may be no file."""
-        file = self.path / name
-        if not file.is_file():
-            return
-        for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                line = parse_json(text)
-                if isinstance(line, dict) and type(line.get("batch")) is int:
-                    yield line
+        for line in json_objects(tail(self.path / name, most=most).lines):
+            if type(line.get("batch")) is int:
+                yield line
 
     def _parsed_identity(self) -> dict:
         """Return the content of the identity file, with the required types."""

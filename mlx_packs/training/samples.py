@@ -1,6 +1,7 @@
 """``samples.jsonl`` of a run folder: answers to the same prompts as the model is trained."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +56,7 @@ class Samples:
 
     def begin(self, batches: int, origin: PhaseReference) -> None:
         """Remove what is later than a checkpoint, and answer as ``origin`` for batch 0."""
-        lines = RunFolder(self._file.parent).samples()
+        lines = RunFolder(self._file.parent).samples(math.inf)
         earlier = [line for line in lines if line["batch"] <= batches]
         with self._noting_faults():
             atomic_write(self._file, [json.dumps(line) + "\n" for line in earlier])

@@ -9,7 +9,7 @@ import pytest
 from mlx_packs.errors import PackError
 from mlx_packs.files import exclusive_writer
 from mlx_packs.studio.access import folder_of_run
-from mlx_packs.studio.runs import extremes, live, report_page, run_page, runs_of, tail
+from mlx_packs.studio.runs import extremes, live, report_page, run_page, runs_of
 from tests.helpers.run_folders import losses, make_run
 
 RESULT = {"ppl_before": 9.5, "ppl_after": 2.25, "gates": {"max_pack_mb": {"passed": False}}}
@@ -142,42 +142,6 @@ def test_hostile_lines_leave_the_others(home):
         file.writelines(line + "\n" for line in bad)
     assert live(home, "tickets", "", 0)["series"] == {"loss": [[10], [1.1]]}
     assert "1.1" in str(run_page(home, "tickets")["points"])
-
-
-def test_a_tail_leaves_an_incomplete_line(tmp_path):
-    file = tmp_path / "lines"
-    assert tail(file).lines == []
-    file.write_bytes(b"one\ntw")
-    first = tail(file)
-    assert (first.lines, first.end, first.is_whole) == ([b"one"], 4, True)
-
-    file.write_bytes(file.read_bytes() + b"o\nthree\n")
-    second = tail(file, first.file, first.end)
-    assert (second.lines, second.end, second.is_whole) == ([b"two", b"three"], 14, False)
-
-
-@pytest.mark.parametrize("is_replaced", [True, False])
-def test_a_tail_reads_a_replaced_or_cut_file_anew(tmp_path, is_replaced):
-    file = tmp_path / "lines"
-    file.write_bytes(b"one\ntwo\n")
-    before = tail(file)
-    new = file
-    if is_replaced:
-        new = tmp_path / "new"
-    new.write_bytes(b"1\n" if new is file else b"1\n" * 9)
-    new.replace(file)
-    after = tail(file, before.file, before.end)
-    assert (set(after.lines), after.is_whole) == ({b"1"}, True)
-
-
-def test_a_tail_is_bounded(tmp_path):
-    file = tmp_path / "lines"
-    file.write_bytes(b"".join(b"%d\n" % n for n in range(1000)))
-    last = tail(file, most=11)
-    assert (last.lines, last.is_whole) == ([b"998", b"999"], True)
-
-    file.write_bytes(b"x" * (2 << 20))  # a line that never ends is not read again and again
-    assert (tail(file).lines, tail(file).end) == ([], 2 << 20)
 
 
 def test_thinning_keeps_the_lowest_and_the_highest():

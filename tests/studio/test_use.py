@@ -19,7 +19,7 @@ from mlx_packs.errors import PackError
 from mlx_packs.learning.rows import FILES
 from mlx_packs.runtime import mx
 from mlx_packs.studio import app
-from mlx_packs.studio.children import Child, Outcome
+from mlx_packs.studio.commands import Child, Outcome
 from mlx_packs.studio.use import COMMANDS
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import until
@@ -238,7 +238,7 @@ def test_the_error_of_a_command_is_shown_as_it_is(packed, studio):
 @pytest.mark.slow
 def test_children_end_when_the_studio_is_killed(packed):
     code = (
-        "import sys, time; from pathlib import Path; from mlx_packs.studio.children import Child\n"
+        "import sys, time; from pathlib import Path; from mlx_packs.studio.commands import Child\n"
     )
     code += "child = Child(Path('.'), 'serve', '--port=0')\n"
     code += "while child.outcome.state == 'working': time.sleep(0.05)\n"
