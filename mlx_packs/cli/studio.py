@@ -2,16 +2,19 @@
 
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
 
 from ..errors import PackError
-from ..terminal import echo
+from ..terminal import echo, pass_on
 from .options import SectionedCommand
 from .serve import check_installed, listen
 
@@ -32,7 +35,8 @@ _HOST = "127.0.0.1"
     help="Port to listen on; 0 chooses one that is free.",
 )
 @click.option("--no-browser", is_flag=True, help="Print the link, and open no browser.")
-def studio(home: str, port: int, no_browser: bool) -> None:
+@click.option("--of-run", is_flag=True, hidden=True)  # of the process that started it: `run_shown`
+def studio(home: str, port: int, no_browser: bool, of_run: bool) -> None:
     """Start runs from the browser, and follow the runs of a folder.
 
     A form checks the examples, plans memory and time, and starts the run. The page follows runs
@@ -47,21 +51,22 @@ def studio(home: str, port: int, no_browser: bool) -> None:
         raise PackError(f"--home {home}: no such folder.", "not-found", "home")
 
     with listen(_HOST, port) as listening:
-        _run(folder, listening, not no_browser)
+        _run(folder, listening, not no_browser, of_run)
 
 
-def _run(folder: Path, listening: socket.socket, opens: bool) -> None:
+def _run(folder: Path, listening: socket.socket, opens: bool, of_run: bool) -> None:
     import uvicorn
 
     from ..serving.running import config_of, run_until_signalled
-    from ..studio.access import Login, page_that_opens
+    from ..studio.access import OF_RUN, Login, page_that_opens
     from ..studio.app import make_app
     from ..studio.jobs import keep_starting
 
-    login = Login()
+    login = Login(f"/?{OF_RUN}" if of_run else "/")
     address = f"http://{_HOST}:{listening.getsockname()[1]}"
+    end = "ends with this command" if of_run else "Ctrl-C ends it, and no run"
     echo(f"studio    {folder}")
-    echo(f"at        {login.link(address)} · for one browser; Ctrl-C ends it, and no run")
+    echo(f"at        {login.link(address)} · for one browser; {end}")
 
     threading.Thread(target=keep_starting, args=[folder], daemon=True).start()
     options = {"log_level": "warning", "timeout_graceful_shutdown": 1, "server_header": False}
@@ -74,4 +79,33 @@ def _run(folder: Path, listening: socket.socket, opens: bool) -> None:
             file.write(page_that_opens(login.link(address)))
             file.flush()
             webbrowser.open_new_tab(Path(file.name).as_uri())
-        run_until_signalled(server, listening)
+        with suppress(KeyboardInterrupt):  # which is how a page ends, and no error
+            run_until_signalled(server, listening)
+
+
+@contextmanager
+def run_shown(out: str | None) -> Iterator[None]:
+    """Show the page of the run that this process trains meanwhile, by a studio of its own.
+
+    In a terminal the page stays until Ctrl-C, if the run succeeds; it never outlives this process.
+    """
+    from ..studio import commands
+    from ..studio.access import RUNS
+
+    check_installed("--open")
+    runs = Path(out or f"{RUNS}/name").expanduser().absolute().parent
+    if runs.name != RUNS:
+        text = f"the page has the runs of a folder called {RUNS}. Choose --out {RUNS}/NAME."
+        raise PackError(f"--open: {text}", "conflict", "open")
+
+    command = [sys.executable, "-m", commands.__name__, "studio", "--of-run"]
+    command += ["--port=0", f"--home={runs.parent}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(command, **pipes) as page:  # which ends when its input is closed
+        for _ in range(2):
+            pass_on(page.stdout.readline())
+        yield
+        if sys.stdin.isatty():
+            echo("page      stays until Ctrl-C", err=True)
+            with suppress(KeyboardInterrupt):
+                page.wait()

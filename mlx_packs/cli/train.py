@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -28,6 +28,7 @@ from . import options
 from .options import option
 from .output import exit_if_failed, print_report
 from .recipe import read_recipes, recipe_of
+from .studio import run_shown
 from .topics import TopicCommand
 
 if TYPE_CHECKING:
@@ -117,6 +118,12 @@ def _default_text(name: str, *task: str) -> str:
     help="Run on all machines of a host file of MLX, as mlx.distributed_config writes it; each "
     "takes its share of every batch.",
 )
+@option(
+    "--open",
+    "opens",
+    is_flag=True,
+    help="Open the live page of the run in the browser, as `packs studio` shows it.",
+)
 @options.as_json
 @option(
     "-v",
@@ -132,6 +139,7 @@ def train(
     rows: str | None,
     verbose: bool,
     quiet: bool,
+    opens: bool,
     **flags,
 ) -> None:
     """Fine-tune a model and write the result as a pack.
@@ -180,6 +188,8 @@ def train(
     if rows is not None:
         raise PackError("--rows: applies to --show-mask only.", "conflict", "rows")
 
+    if opens and (hosts or recipe.run.get("seeds")):
+        raise PackError("--open: cannot be combined with --hosts or --seeds.", "conflict", "open")
     if hosts is not None and launched() is None:
         _launch_on(hosts, recipe)
 
@@ -188,16 +198,17 @@ def train(
         _train_seeds(request)
         return
 
-    with continuing("out" in recipe.run):
-        result = train_request(request)
-    if not group().is_first:  # which prints
-        return
+    with run_shown(recipe.run.get("out")) if opens else nullcontext():
+        with continuing("out" in recipe.run):
+            result = train_request(request)
+        if not group().is_first:  # which prints
+            return
 
-    train = recipe.train
-    lines = task_class(train.last_task, train).report_lines(result.report)
-    if quiet:
-        lines = lines[:1]
-    print_report(result.to_json(), lines)
+        train = recipe.train
+        lines = task_class(train.last_task, train).report_lines(result.report)
+        if quiet:
+            lines = lines[:1]
+        print_report(result.to_json(), lines)
     exit_if_failed(failures(result.report["gates"]))
 
 

@@ -18,6 +18,7 @@ from ..training.run_folder import run_folder
 RUNS = "packs"  # the folder of the home where packs and their runs are
 DATA = "data"  # the folder of the home where examples are
 LOGIN = "/login"
+OF_RUN = "of-run"  # asks the first page for the run of the process that started the studio
 CONTENT_POLICY = "Content-Security-Policy"
 POLICY = {
     CONTENT_POLICY: "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -37,7 +38,8 @@ _COOKIE_S = 7 * 24 * 3600  # a browser that was closed comes back; with the serv
 class Login:
     """A link that lets one browser in, once, and the cookie that this browser gets."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: str = "/") -> None:
+        self._start = start  # the page that opens first
         self._token = secrets.token_urlsafe(32)
         # Cookies are shared by the ports of a host: each start has a name of its own.
         self._name = f"packs-{secrets.token_hex(4)}"
@@ -51,7 +53,7 @@ class Login:
 
         It is a page, since browsers send no strict cookie along a redirect from elsewhere.
         """
-        page = HTMLResponse(page_that_opens("/"))
+        page = HTMLResponse(page_that_opens(self._start))
         if self.knows(request):
             return page
         if not self._token or not _is_same(request.query_params.get("token", ""), self._token):

@@ -30,7 +30,7 @@ from ..report.page import environment
 from ..serving.http import AccessGuard, ServerSettings, error_response, read_body
 from ..serving.page import ASKED, page, pass_on, policy_with
 from . import jobs, new_run
-from .access import CONTENT_POLICY, LOGIN, POLICY, Access, Login
+from .access import CONTENT_POLICY, LOGIN, OF_RUN, POLICY, Access, Login
 from .commands import Child, Outcome
 from .runs import live, report_page, run_page, runs_of
 from .use import COMMANDS, facts_of
@@ -81,8 +81,12 @@ class Studio:
         self._children: dict[str, Child] = {}
         self._starting = Lock()
 
-    def runs(self, _: Request) -> Response:
+    def runs(self, request: Request) -> Response:
         runs, older = runs_of(self._home)
+        if OF_RUN in request.query_params:  # the page asks again as soon as a run begins
+            for run in runs:
+                if run.state == "training" and run.status.process == os.getppid():
+                    return _to_run(run.name)
         page = _rendered("runs.html.jinja", runs=runs, older=older, home=str(self._home))
         return HTMLResponse(page)
 

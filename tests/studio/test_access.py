@@ -167,5 +167,13 @@ def test_a_home_that_is_none_is_one_line(tmp_path, run):
     assert (code, out) == (2, "") and "--home" in err and "no such folder" in err
 
 
+@pytest.mark.parametrize("flag", ["--out=elsewhere/mine", "--seeds=2", "--hosts=hosts.json"])
+def test_a_run_that_no_page_lists_is_not_opened(tmp_path, rejected, monkeypatch, flag):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts.json").write_text("[]")
+    error = rejected("train", flag, "--open")
+    assert (error.code, error.flag) == ("conflict", "open") and not list(tmp_path.glob("*-run"))
+
+
 def test_the_vendored_script_is_the_published_one():
     assert sha256(Path(app_file).parent / "static" / "uplot.min.js") == UPLOT

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 from contextlib import contextmanager
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from mlx_packs.cli.studio import run_shown
+from mlx_packs.files import exclusive_writer
 from mlx_packs.reading import sha256
 from mlx_packs.studio import jobs
 from mlx_packs.studio.runs import run_page, runs_of
 from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.status import read_status
+from tests.helpers.run_folders import make_run
 from tests.helpers.serving import until
 
 pytestmark = pytest.mark.slow
@@ -47,17 +51,14 @@ def packs(home, *arguments: object) -> None:
     subprocess.run(command, cwd=home, check=True, capture_output=True)
 
 
-class Process:
-    """A `packs studio` of its own, and the browser that signed in."""
+class Browser:
+    """A browser that signed in by the link in a line."""
 
-    def __init__(self, home) -> None:
-        command = [sys.executable, "-m", "mlx_packs", "studio", "--port", "0", "--no-browser"]
-        self.process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True)
-        self.process.stdout.readline()
-        link = urllib.parse.urlsplit(self.process.stdout.readline().split()[1])
+    def __init__(self, line: str) -> None:
+        link = urllib.parse.urlsplit(line.split()[1])
         self.port = link.port
         self.cookie = {}
-        headers = self.request("GET", f"{link.path}?{link.query}")[1]
+        _, headers, self.first_page = self.request("GET", f"{link.path}?{link.query}")
         self.cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
 
     def request(self, method: str, path: str, **form: str) -> tuple[int, dict, str]:
@@ -69,6 +70,16 @@ class Process:
         text = answer.read().decode()
         connection.close()
         return answer.status, dict(answer.getheaders()), text
+
+
+class Process(Browser):
+    """A `packs studio` of its own, and the browser that signed in."""
+
+    def __init__(self, home) -> None:
+        command = [sys.executable, "-m", "mlx_packs", "studio", "--port", "0", "--no-browser"]
+        self.process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True)
+        self.process.stdout.readline()
+        super().__init__(self.process.stdout.readline())
 
 
 @contextmanager
@@ -154,3 +165,32 @@ def test_a_stopped_run_is_resumed_in_a_terminal(home):
     packs(home, *arguments)
     (run,) = runs_of(home)[0]
     assert (run.state, run.progress) == ("finished", "Batch 60 of 60")
+
+
+def test_the_page_of_a_run_ends_with_its_command(home, capfd, monkeypatch):
+    make_run(home, "other", process=1)
+    with run_shown(str(home / "packs" / "mine")):
+        browser = Browser(capfd.readouterr().err.splitlines()[1])
+        assert 'url=/?of-run"' in browser.first_page
+        assert browser.request("GET", "/?of-run")[0] == 200  # the run has not begun
+        with exclusive_writer(make_run(home, "mine", process=os.getpid())):
+            status, headers, _ = browser.request("GET", "/?of-run")
+    assert (status, headers["location"]) == (303, "/runs/mine")
+    with pytest.raises(OSError):
+        browser.request("GET", "/")
+    assert capfd.readouterr() == ("", "")
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    with run_shown(str(home / "packs" / "mine")):
+        browser = Browser(capfd.readouterr().err.splitlines()[1])
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    assert "Ctrl-C" in capfd.readouterr().err
+    with pytest.raises(OSError):
+        browser.request("GET", "/")
+
+
+def test_the_page_of_a_run_of_the_command_line(home, run, monkeypatch):
+    monkeypatch.chdir(home)
+    flags = ["--data=data/small.jsonl", "--iters=4", "--rank=2", "--batch-size=1", "--json"]
+    code, out, err = run("train", *flags, "--open", "--out=packs/mine")
+    assert code == 0 and json.loads(out)["pack"] == "packs/mine", err
