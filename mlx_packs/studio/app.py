@@ -203,6 +203,12 @@ class Studio:
         jobs.resume(self._home, name, request.state.form.get("iters", ""))
         return _to_run(name)
 
+    def delete(self, request: Request) -> Response:
+        form = request.state.form
+        name = request.path_params["name"]
+        jobs.delete(self._home, name, form.get("name", ""), "pack" in form)
+        return RedirectResponse("/", 303)
+
     def style(self, _: Request) -> Response:
         return Response(_rendered("studio.css.jinja"), media_type="text/css")
 
@@ -250,6 +256,7 @@ def make_app(home: Path, login: Login) -> Starlette:
         "/example": studio.start_example,
         "/runs/{name}/stop": studio.stop,
         "/runs/{name}/resume": studio.resume,
+        "/runs/{name}/delete": studio.delete,
     }
     for screen in COMMANDS:
         handlers[f"/{screen}"] = partial(studio.screen, screen)

@@ -20,8 +20,9 @@ from pathlib import Path
 from ..config.recipe import Recipe, base_defaults, check_data_named, check_method, resolve
 from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
-from ..files import atomic_write, make_folder, to_json, write_errors
-from ..filesystem import is_locked, lock
+from ..files import atomic_write, exclusive_writer, make_folder, to_json, write_errors
+from ..filesystem import discard, is_locked, lock
+from ..packs.manifest import MANIFEST
 from ..reading import check_regular, read_json
 from ..training.run_folder import LOG, WAITING, RunFolder, run_folder
 from ..training.status import read_status
@@ -146,6 +147,32 @@ def stop(home: Path, name: str) -> bool:
                 folder.rmdir()
         return False
     raise PackError(f"{name}: does not run, or its process is of another machine.", "conflict")
+
+
+def delete(home: Path, name: str, typed: str, with_pack: bool) -> None:
+    """Delete the folder of a run that does not train, and its pack if that is asked for.
+
+    Raises:
+        PackError: ``typed`` is another name, the run trains or waits, or a folder is none of a run
+            or pack, or outside of the home.
+    """
+    folder = folder_of_run(home, name)
+    if typed.strip() != name:
+        raise PackError(f"{name}: is not deleted, since another name was typed.", "conflict", "out")
+    if read_status(folder).state in ("training", "waiting"):
+        raise PackError(f"{name}: is running or waits. Stop it before.", "busy")
+
+    pack = home / RUNS / name
+    doomed = {folder: RunFolder(folder).is_run()}
+    if with_pack:
+        doomed[pack] = (pack / MANIFEST).is_file() and not pack.is_symlink()
+    is_inside = folder.resolve().parent == home.resolve() / RUNS
+    if not all(doomed.values()) or not is_inside:
+        text = f"is not deleted: only packs and runs below {RUNS}/ of the home are."
+        raise PackError(f"{name}: {text}", "conflict", "out")
+    for each in doomed:
+        with exclusive_writer(each), write_errors(each):
+            discard(each, each)
 
 
 def training(home: Path) -> str:

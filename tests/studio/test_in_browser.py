@@ -227,3 +227,21 @@ def test_a_run_that_diverged_is_tried_again(home, opened, expect):
     field.fill("1e-4")
     page.get_by_role("button", name="Update the plan").click()
     expect(page.locator("#command")).to_contain_text("--learning-rate=1e-4")
+
+
+def test_a_run_is_deleted_by_its_name(home, opened, expect):
+    make_run(home, "old", losses(10), report=RESULT)
+    page = opened()
+    page.get_by_role("link", name="old").click()
+    page.get_by_text("Delete run").first.click()
+    name = page.get_by_label("type its name")
+    name.fill("new")
+    page.get_by_role("button", name="Delete run").click()
+    expect(page.get_by_text("another name was typed")).to_be_visible()
+    page.go_back()
+    page.get_by_text("Delete run").first.click()
+    name.fill("old")
+    page.get_by_role("button", name="Delete run").click()
+    expect(page.get_by_role("button", name="Try the example")).to_be_visible()
+    page.get_by_role("button", name="New run").click()
+    expect(page.get_by_role("heading", name="New run")).to_be_visible()

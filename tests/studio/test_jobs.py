@@ -220,3 +220,66 @@ def test_batches_that_are_no_number(home, batches):
     with pytest.raises(PackError) as caught:
         jobs.resume(home, "tickets", batches)
     assert caught.value.flag == "iters"
+
+
+def packed(home, name: str):
+    pack = home / "packs" / name
+    pack.mkdir()
+    (pack / "pack.json").write_text("{}")
+    return pack
+
+
+def test_a_run_is_deleted_and_its_pack_only_if_that_is_said(home):
+    for name in ("first", "second"):
+        (make_run(home, name, checkpoint=10) / "step-000010" / "link").symlink_to(home)
+        packed(home, name)
+    jobs.delete(home, "first", " first ", with_pack=False)
+    assert sorted(os.listdir(home / "packs")) == ["first", "second", "second-run"]
+    jobs.delete(home, "second", "second", with_pack=True)
+    assert os.listdir(home / "packs") == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [
+        ("tickets", ""),
+        ("tickets", "Tickets"),
+        ("tickets", "other"),
+        ("", ""),
+        ("..", ".."),
+        ("../outside", "../outside"),
+        ("link", "link"),
+        ("linked", "linked"),
+        ("stranger", "stranger"),
+        ("waits", "waits"),
+        ("no-pack", "no-pack"),
+        ("pack-is-a-link", "pack-is-a-link"),
+    ],
+)
+def test_what_is_not_deleted(home, name, typed):
+    outside = make_run(home / "elsewhere")
+    for each in ("tickets", "linked", "waits", "no-pack", "pack-is-a-link"):
+        make_run(home, each, checkpoint=10)
+    for each in ("tickets", "linked", "waits"):
+        packed(home, each)
+    (home / "packs" / "pack-is-a-link").symlink_to(packed(home, "kept"))
+    (home / "packs" / "link-run").symlink_to(outside)
+    (home / "packs" / "linked-run" / "inner").symlink_to(outside)
+    (home / "packs" / "stranger-run").mkdir()
+    (home / "packs" / "stranger-run" / "diary.txt").touch()
+    (home / "packs" / "waits-run" / "waiting.json").write_text("{}")
+    before = sorted(home.rglob("*"))
+    with pytest.raises(PackError):
+        jobs.delete(home, name, typed, with_pack=True)
+    assert sorted(home.rglob("*")) == before
+
+
+def test_a_run_that_trains_or_whose_folder_is_elsewhere_is_not_deleted(home, tmp_path):
+    with exclusive_writer(make_run(home)), pytest.raises(PackError, match="is running"):
+        jobs.delete(home, "tickets", "tickets", with_pack=False)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "packs").symlink_to(home / "packs")
+    with pytest.raises(PackError, match="only packs and runs"):
+        jobs.delete(linked, "tickets", "tickets", with_pack=False)
+    assert (home / "packs" / "tickets-run").is_dir()
