@@ -125,15 +125,19 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
 
     known = " or ".join("{" + ", ".join(each) + "}" for each in _least_columns(formats, names))
     present = shown(sorted(row.value)) if row.value else "none"
-    fault = f"must have the columns {known}, but has {present}."
+    flag: str | None = "task"
     if tasks := suggested_tasks(row, names, row.value):
         advice = f"Pass --task {any_of(tasks)}, which trains on these."
-        raise row.error(f"{fault} {advice}", "missing columns", "task")
-
-    if any(isinstance(each, TokenFormat) for each in formats):
+    elif any(isinstance(each, TokenFormat) for each in formats):
         flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
-        raise row.error(f"{fault} Other names: {flags}.", "missing columns")
-    raise row.error(f"{fault} Other examples are for --task lm.", "missing columns", "task")
+        advice = f"Other names: {flags}."
+        flag = None
+    else:
+        advice = "Other examples are for --task lm."
+    fault = f"must have the columns {known}, but has {present}. {advice}"
+    error = row.error(fault, "missing columns", flag)
+    error.columns = sorted(row.value)
+    raise error
 
 
 def _least_columns(formats: Sequence[RowFormat], names: DataConfig) -> list[tuple[str, ...]]:

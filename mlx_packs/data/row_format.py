@@ -34,8 +34,10 @@ class RowError(PackError):
     """An example cannot be used; ``--on-bad-row`` decides whether that stops the run.
 
     ``where`` is the row, as ``train.jsonl:17``. Rows are counted by ``reason``, a few words such as
-    ``not JSON``.
+    ``not JSON``. With ``missing columns`` it has the ``columns`` of the row, else none.
     """
+
+    columns: Sequence[str] = ()
 
     def __init__(
         self,
@@ -47,6 +49,11 @@ class RowError(PackError):
     ) -> None:
         super().__init__(fault, code, flag, where=where)
         self.reason = reason
+
+    def to_json(self) -> dict[str, Any]:
+        report = super().to_json()
+        report["error"]["columns"] = [*self.columns]
+        return report
 
 
 # Is called with number and error of each row as soon as it is left out.

@@ -160,4 +160,4 @@ def check_data(home: Path, data: str) -> None:
     path = (home / data).resolve()
     if data != "tiny" and not (path.exists() and path.is_relative_to(folder) and path != folder):
         fault = f"there is no such file or folder in {DATA}/."
-        raise PackError(f"--data {data:.80}: {fault}", "not-found")
+        raise PackError(f"{data:.80}: {fault}", "not-found", "data")

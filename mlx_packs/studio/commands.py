@@ -115,7 +115,7 @@ def report_of(home: Path, *arguments: str) -> dict[str, Any]:
 
 
 def reports_of(home: Path, *arguments: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects that a command prints while it works, and then its report.
+    """Yield the objects that a command prints while it works, and then its report or error.
 
     The command is killed when the caller reads no further.
 
@@ -128,9 +128,9 @@ def reports_of(home: Path, *arguments: str) -> Iterator[dict[str, Any]]:
         outcome = child.outcome
     finally:
         child.stop(0)
+    yield dict(outcome.report)
     if outcome.error:
         raise outcome.error
-    yield dict(outcome.report)
 
 
 def end_with_studio() -> None:

@@ -92,7 +92,7 @@ def queue(home: Path, name: str, settings: Mapping[str, str]) -> None:
     check_name(name)
     pack = home / RUNS / name
     if free_name(home, name) != name:
-        raise PackError(f"--out {name}: exists already. Choose another name.", "exists", "out")
+        raise PackError(f"{name}: exists already. Choose another name.", "exists", "out")
     arguments_of(home, name, settings)
     recipe_of(settings)
 

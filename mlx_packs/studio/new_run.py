@@ -97,6 +97,7 @@ class NewRun:
         self.fault = fault
         self.blocked = ""  # why the run cannot start
         self.report: Mapping[str, Any] = {}  # of `packs data`
+        self.columns: list[str] = []  # of the file, if none is called as expected
         self.bad = 0
         self.training = jobs.training(home)
 
@@ -137,9 +138,13 @@ class NewRun:
             for report in self._checked(self._stamp(), "data", *self._flags(*_READING), *options):
                 if "splits" in report:
                     self.report = report
-                else:
+                elif "where" in report:
                     yield report
+                else:
+                    self.columns = report.get("error", {}).get("columns", [])
         except PackError as error:
+            if self.columns and error.flag is None:
+                error = PackError("Choose the columns, which have other names.", "data")
             self._block(error)
 
         splits = self.report.get("splits", {}).values()
@@ -159,7 +164,7 @@ class NewRun:
                 self._stamp(), "train", *flags, "--show-mask", f"--rows={rows}"
             )
         except PackError as error:
-            return [{"where": row, "message": error.message, "text": ""}]
+            return [{"where": row, "message": str(error), "text": ""}]
         return report["examples"]
 
     def plan(self) -> Mapping[str, Any]:
@@ -219,7 +224,7 @@ class NewRun:
 
     def _block(self, error: PackError) -> None:
         self.fault = self.fault or error
-        self.blocked = error.message
+        self.blocked = str(error)  # without the flags of a terminal
 
     def _flags(self, *names: str) -> list[str]:
         return [f"{flag_of(name)}={self.values[name]}" for name in names if self.values[name]]

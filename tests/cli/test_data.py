@@ -403,3 +403,9 @@ def test_pairs_have_the_tokens_of_an_encoder(here, report_of, encoder):
     split = report_of("d", *arguments)["splits"]["train"]
     assert split["lengths"]["longest"] == 21
     assert split["cut"] == 13  # 7 words and more, between [CLS] and [SEP]
+
+
+def test_columns_that_a_file_has_are_in_the_error(run, here):
+    (here / "table.csv").write_text("question,answer\na,b\n")
+    code, out, _ = run("data", here / "table.csv", "--json")
+    assert code == 2 and json.loads(out)["error"]["columns"] == ["answer", "question"]

@@ -245,3 +245,22 @@ def test_a_run_is_deleted_by_its_name(home, opened, expect):
     expect(page.get_by_role("button", name="Try the example")).to_be_visible()
     page.get_by_role("button", name="New run").click()
     expect(page.get_by_role("heading", name="New run")).to_be_visible()
+
+
+def test_a_table_is_dropped_and_its_columns_chosen(home, opened, expect):
+    page = opened()
+    page.get_by_role("link", name="New run").click()
+    text = "question,answer\n" + "".join(f"Say {n},{n} it is\n" for n in range(40))
+    files = page.evaluate_handle(
+        "text => { const data = new DataTransfer();"
+        " data.items.add(new File([text], 'table.csv')); return data }",
+        text,
+    )
+    page.dispatch_event("#upload", "drop", {"dataTransfer": files})
+    page.get_by_label("Column with the prompt").select_option("question")
+    page.get_by_label("Column with the completion").select_option("answer")
+    page.get_by_role("button", name="Check again").click()
+    expect(page.locator("mark").first).to_contain_text("it is")
+    expect(page.get_by_role("button", name="Start training")).to_be_enabled()
+    page.get_by_role("button", name="Choose other columns").click()
+    expect(page.get_by_label("Column with the prompt")).to_have_value("")

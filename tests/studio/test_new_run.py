@@ -154,6 +154,25 @@ def test_examples_that_are_all_bad_cannot_be_trained_on(home, client):
     assert "bad.jsonl:1" in re.search(r'id="blocked"[^>]*>(.*?)</p>', page)[1]
 
 
+@pytest.mark.slow
+def test_columns_with_other_names_are_chosen(home, client):
+    lines = [f"Say {n},{n} it is,{MARKUP}" for n in range(40)]
+    write(home, "table.csv", f"question,answer,{MARKUP}", *lines)
+    values = {"model": "tiny", "data": "data/table.csv", "preset": "Quick look", "iters": 4}
+    for chosen in ({}, {"prompt_feature": "question?"}):
+        page = client.page("/new", **values, **chosen)
+        (select,) = re.findall('<select name="prompt_feature">(.*?)</select>', page)
+        options = map(html.unescape, re.findall("<option.*?>(.*?)</option>", select))
+        assert [*options] == ["none", MARKUP, "answer", "question"]
+        assert "Choose the columns" in page and "disabled" in page and MARKUP not in page
+        assert "-feature" not in page.partition('<div class="command">')[0]
+
+    values |= {"prompt_feature": "question", "completion_feature": "answer"}
+    page = client.page("/new", **values)
+    assert "<b>question</b>" in page and "disabled" not in page and "<mark>0 it is" in page
+    assert "--prompt-feature=question --completion-feature=answer" in page
+
+
 @pytest.mark.nightly
 def test_marked_texts_are_what_the_run_is_trained_on(home, client):
     write(home, "some.jsonl", *[{"prompt": f"Say {n}", "completion": f"<{n}>"} for n in range(40)])
@@ -178,7 +197,7 @@ def test_marked_texts_are_what_the_run_is_trained_on(home, client):
 def test_a_wrong_setting_is_said_beside_its_field(home, client, setting, value):
     page = client.page("/new", model="tiny", data="tiny", **{setting: value})
     message = re.search(rf'id="{setting}-help"[^>]*>.*?<strong class="fault">(.*?)</strong>', page)
-    assert f"--{setting.replace('_', '-')}" in message[1] and "disabled" in page
+    assert message[1].startswith(f"{setting}: ") and "disabled" in page
     status, _, page = client.post("/new", model="tiny", data="tiny", **{setting: value})
     assert status == 400 and message[1] in page and not list((home / "packs").iterdir())
 

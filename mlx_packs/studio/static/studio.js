@@ -161,8 +161,13 @@ function followWork(section) {
 function offerUpload(box) {
   const [input, bar, cancel] = box.querySelectorAll("input, progress, button");
   box.hidden = false;
-  input.addEventListener("change", () => {
-    const [file] = input.files;
+  box.addEventListener("dragover", (event) => event.preventDefault());
+  box.addEventListener("drop", (event) => {
+    event.preventDefault();
+    if (event.dataTransfer.files.length) send(event.dataTransfer.files[0]);
+  });
+  input.addEventListener("change", () => send(input.files[0]));
+  function send(file) {
     const request = new XMLHttpRequest();
     const show = (isSending) => [bar, cancel].forEach((node) => (node.hidden = !isSending));
     request.upload.onprogress = ({ loaded, total }) => {
@@ -184,7 +189,7 @@ function offerUpload(box) {
     request.open("POST", `/upload?${new URLSearchParams({ name: file.name })}`);
     request.send(file);
     show(true);
-  });
+  }
 }
 
 const copy = byId("copy");
