@@ -165,8 +165,8 @@ _memory = partial(option, section="Memory and speed")
 @options.trust_remote_code
 @options.backend
 @options.printed_as_json(
-    "When the server is ready, print its address, models and token as one line of JSON. All else "
-    "goes to stderr."
+    "When the server is ready, print its address, models, token and memory as one line of JSON. "
+    "All else goes to stderr."
 )
 def serve(
     model: str | None,
@@ -474,6 +474,7 @@ def _say(text: str) -> None:
 
 
 def _announce(names: list[str], listening: socket.socket, settings: "ServerSettings") -> None:
+    from ..runtime import mx
     from ..serving.http import is_loopback
 
     host, port = listening.getsockname()[:2]
@@ -484,7 +485,8 @@ def _announce(names: list[str], listening: socket.socket, settings: "ServerSetti
         page += f"#token={settings.token}"  # which browsers do not send
 
     if wants_json():
-        echo(json.dumps({"address": address, "models": names, "token": settings.token or None}))
+        report = {"address": address, "models": names, "token": settings.token or None}
+        echo(json.dumps({**report, "memory_gb": mx.get_active_memory() / 1e9}))
     _say(f"serving   {', '.join(names)}")
     _say(f"at        {address}/v1 · page {page}")
     if settings.token:

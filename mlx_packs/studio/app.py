@@ -148,10 +148,11 @@ class Studio:
             self._children[screen] = Child(self._home, *command)
         return RedirectResponse(f"/{screen}", 303)
 
-    def end_command(self, screen: str, _: Request) -> Response:
+    def end_command(self, screen: str, request: Request) -> Response:
         if child := self._children.pop(screen, None):
             child.stop()
-        return RedirectResponse(f"/{screen}", 303)
+        values = new_run.values_of(request.state.form)  # of a planned run, whose page stops it too
+        return RedirectResponse(f"/new?{urlencode(values)}" if values else f"/{screen}", 303)
 
     async def pass_on(self, request: Request) -> Response:
         server = self.outcome("use")
@@ -175,7 +176,8 @@ class Studio:
 
     def _form(self, values: dict[str, str], fault: PackError | None = None) -> Response:
         template = environment(_HERE / "templates").get_template("new.html.jinja")
-        page = template.generate(form=new_run.NewRun(self._home, values, fault))
+        form = new_run.NewRun(self._home, values, fault)
+        page = template.generate(form=form, chat=self.outcome("use"))
         return StreamingResponse(page, 400 if fault else 200, media_type="text/html")
 
     async def upload(self, request: Request) -> Response:

@@ -96,7 +96,7 @@ def test_json_is_one_line_when_it_is_ready(folder, run, monkeypatch):
     ready = json.loads(out)
     assert (code, out.count("\n"), ready["models"]) == (0, 1, ["base", "notes"])
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", ready["address"])
-    assert ready["token"] in err and "serving   base, notes" in err
+    assert ready["token"] in err and "serving   base, notes" in err and ready["memory_gb"] > 0
 
     code, out, _ = run("serve", "--port", 0, "--pack", "packs/gone", "--json")
     assert code == 2 and json.loads(out)["error"]["code"] == "not-found"

@@ -53,6 +53,19 @@ def test_base_and_pack_answer_as_packs_generate_does(packed, opened, expect, run
     expect(page.get_by_role("button", name="Start answering")).to_be_visible()
 
 
+def test_the_chat_model_is_stopped_where_a_run_is_planned(packed, opened, expect):
+    page = opened()
+    start_answering(page, expect)
+    form = "/new?model=tiny&data=tiny&rank=4"
+    page.goto(page.url.replace("/use", form))
+    expect(page.get_by_text("Stop the chat model first: it holds")).to_contain_text("MB")
+    page.get_by_role("button", name="Stop the chat model").click()
+    expect(page.get_by_role("button", name="Start training")).to_be_enabled()
+    assert page.url.endswith(form) and page.get_by_text("chat model").count() == 0
+    page.get_by_role("link", name="Use").click()
+    expect(page.get_by_role("button", name="Start answering")).to_be_visible()
+
+
 def test_a_pack_is_exported_and_the_check_is_shown(packed, opened, expect):
     page = opened()
     page.get_by_role("link", name="Export").click()
