@@ -241,7 +241,7 @@ def _plan_model(
 ) -> tuple[dict, list[str], "PlanOption"]:
     """Return report, lines and best plan of a model; None is the one that the files name."""
     from ..memory.read import read_headers
-    from ..memory.recommend import recommend, table
+    from ..memory.recommend import REDUCED, recommend, smallest_change, table
     from ..memory.row_shapes import row_shapes
     from ..runtime import assumed_device
 
@@ -259,17 +259,32 @@ def _plan_model(
             rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora)
         headers = dataclasses.replace(headers, image_tokens=rows and rows.image_tokens)
         shapes = (rows and rows.shapes_of, rows and rows.epoch_of)
-        choices = recommend(headers, limit, recipe.lora, recipe.train, names, *shapes)
+        plan_with = partial(recommend, headers, limit, recipe.lora, recipe.train)
+        choices = plan_with(names, *shapes)
+        least = smallest_change(choices)
+        if least.fit == "no" and names & set(REDUCED):
+            least = smallest_change(plan_with(names - set(REDUCED), *shapes))
 
-        report = []
-        for choice in choices:
+        def facts(choice: "PlanOption") -> dict:
             command = choice.command(model, configs, unflagged)
-            command = shlex.join([*shlex.split(command), *data])
-            report.append({**_facts(choice, headers), "command": command})
+            return {
+                **choice.to_json(),
+                "compute_dtype": choice.dtype(headers.config).to_json(),
+                "code": headers.code,
+                "command": shlex.join([*shlex.split(command), *data]),
+            }
 
+        report = {
+            "model": model,
+            "options": [facts(choice) for choice in choices],
+            "smallest_change": facts(least),
+        }
         lines = table(choices, headers, limit, configs, unflagged, _width())
+        if least.fit != "no" and choices[0].fit == "no":
+            changes = " ".join(f"{flag_of(k)} {value}" for k, value in least.changes.items())
+            lines.insert(-1, f"fits    with {changes}: {size(least.plan.peak_bytes)}")
         if machines is not None:
-            needed = _add_machines(report, lines, headers, limit, recipe, machines)
+            needed = _add_machines(report["options"], lines, headers, limit, recipe, machines)
 
     if headers.code is not None:
         lines.insert(1, _HAS_CODE.format(headers.code))
@@ -279,7 +294,7 @@ def _plan_model(
         lines[1:1] = _data_lines(recipe.data.data, rows, choices[0])
 
     fits = any(choice.fit != "no" for choice in choices) or needed not in (None, "none")
-    return {"model": model, "fits": fits, "options": report}, lines, choices[0]
+    return {**report, "fits": fits}, lines, choices[0]
 
 
 def _add_machines(
@@ -315,14 +330,6 @@ def _command_arguments(flags: Mapping, recipe: Recipe) -> list[str]:
     if seeds := recipe.run.get("seeds"):
         arguments += ["--seeds", str(seeds), "--out", "DIR"]
     return arguments
-
-
-def _facts(choice: "PlanOption", headers: "Headers") -> dict:
-    return {
-        **choice.to_json(),
-        "compute_dtype": choice.dtype(headers.config).to_json(),
-        "code": headers.code,
-    }
 
 
 def _data_lines(

@@ -9,7 +9,7 @@ import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,8 @@ from .step_time import StepTime, predict, slow_in_place
 SMALL_WEIGHTS = 1e9  # a base of fewer weights is better left unquantized, if that fits
 _SMALL = "small base: full precision fits, quantizing would cost accuracy for memory not needed"
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
+# Settings that are reduced until a run fits; quantize is one of the ways that are compared.
+REDUCED = ("batch_size", "recompute", "max_seq_length", "rank", "quantize")
 _ALWAYS = ("batch_size", "max_seq_length", "rank", "matmul_path")  # named in every command
 
 
@@ -98,6 +100,7 @@ class PlanOption:
         quantize: How the base is quantized on loading.
         fit: As of `plan.verdict`.
         why: What was reduced, and what takes most, in one line.
+        changes: The settings of `REDUCED` that are not the wanted ones.
         step: How long a step takes on this device; None where that is not known.
         run: How long all steps and evaluations take.
     """
@@ -109,6 +112,7 @@ class PlanOption:
     plan: MemoryPlan
     fit: str
     why: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
     step: StepTime | None = None
     run: RunTime | None = None
     longest: int | None = None  # tokens of a row of the longest batch, by the rows of the run
@@ -170,6 +174,7 @@ class PlanOption:
             "fits": self.fits,
             "fit": self.fit,
             "why": self.why,
+            "changes": dict(self.changes),
             "moment": self.plan.moment,
             "parts": self.plan.parts(),
             "offload": self.plan.offload and self.plan.offload.to_json(),
@@ -274,6 +279,12 @@ def recommend(
     ]
 
 
+def smallest_change(options: Sequence[PlanOption]) -> PlanOption:
+    """Return the option that fits with the fewest changes; one that does not, if none fits."""
+    trained = [option for option in options if not option.train.trains_base]
+    return min(trained or options, key=lambda option: (option.fit == "no", len(option.changes)))
+
+
 def _offloaded_options(request: PlanRequest) -> list[PlanOption]:
     """Return the options with the base on disk; none if that was decided already."""
     if request.train.offload_base != "auto" or request.train.quantize != "none":
@@ -371,7 +382,7 @@ def _option(request: PlanRequest, method: str, train: TrainConfig) -> PlanOption
         fitting = verdict(plan, request.memory)
         option = PlanOption(method, quantize, lora, smaller, plan, fitting, "")
         if option.fits:
-            return replace(option, why=_why(request, option))
+            return _described(request, option)
         tried.append(option)
 
     # a smaller rank frees little: it goes only where nothing else is tight
@@ -379,7 +390,15 @@ def _option(request: PlanRequest, method: str, train: TrainConfig) -> PlanOption
         tried,
         key=lambda o: (o.fit == "no", o.fit == "tight" and -o.lora.rank, o.plan.peak_bytes),
     )
-    return replace(best, why=_why(request, best))
+    return _described(request, best)
+
+
+def _described(request: PlanRequest, option: PlanOption) -> PlanOption:
+    """Return an option with what was reduced for it."""
+    wanted = {**vars(request.lora), **vars(request.train), "recompute": request.train.recomputes}
+    has = {**vars(option.lora), **vars(option.train), "recompute": option.train.recomputes}
+    changes = {name: has[name] for name in REDUCED if wanted[name] not in ("auto", has[name])}
+    return replace(option, why=_why(request, option), changes=changes)
 
 
 def _smaller_settings(request: PlanRequest) -> Iterator[tuple[dict[str, Any], int]]:

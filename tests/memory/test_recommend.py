@@ -227,7 +227,8 @@ def test_several_models_are_planned_in_one_call(run, tmp_path):
     assert tiny["fits"] and not bad["fits"] and not bad["options"]
     assert bad["error"]["code"] == "unreadable" and "config.json" in bad["error"]["message"]
     alone = json.loads(run("plan", "--memory", "16", "--model", names[0], "--json")[1])
-    assert small == {name: alone[name] for name in ("model", "fits", "options")}
+    del alone["machine"]
+    assert small == alone
 
     code, out, _ = run("plan", "--memory", "16", *arguments)
     head, *rows, _, _, fault = out.splitlines()[2:]
@@ -329,3 +330,29 @@ def test_the_table_of_bases_in_the_docs_is_what_is_planned():
         for name in CONFIGS:
             for line in rows(headers_of(name), [8, 16, 24, 64]):
                 assert line in docs, name
+
+
+def test_the_smallest_change_of_what_was_specified_is_named(run):
+    command = ["plan", "--budget", "1GB", "--device", "cpu", "--batch-size", 40_000, "--rank", 4]
+    code, out, _ = run(*command)
+    (line,) = [line for line in out.splitlines() if line.startswith("fits    with --batch-size ")]
+    assert code == 1 and "--rank" not in line
+
+    code, out, _ = run(*command, "--json")
+    report = json.loads(out)
+    least = report["smallest_change"]
+    assert (code, report["fits"], list(least["changes"])) == (1, False, ["batch_size"])
+    assert f"--batch-size {least['batch_size']}: " in line
+    assert [option["fit"] for option in report["options"]].count("no") == len(report["options"])
+
+    options = shlex.split(least["command"])[2:]
+    assert json.loads(run("plan", "--budget", "1GB", "--device", "cpu", *options, "--json")[1])[
+        "fits"
+    ]
+
+
+def test_what_fits_needs_no_change(run):
+    least = json.loads(run("plan", "--budget", "8GB", "--device", "cpu", "--json")[1])[
+        "smallest_change"
+    ]
+    assert least["changes"] == {} and least["fit"] == "fits"
