@@ -128,16 +128,22 @@ def tail(path: Path, file: str = "", start: int = 0, most: float = DOCUMENT_BYTE
         opened = open_regular(path)
     except FileNotFoundError:
         return Tail([])
-
     with opened:
-        facts = os.fstat(opened.fileno())
-        continues = file == str(facts.st_ino) and start <= facts.st_size
-        first = start if continues else 0
-        is_cut = facts.st_size - first > most
-        if is_cut:
-            first = facts.st_size - int(most)
-        opened.seek(first)
-        block = opened.read(facts.st_size - first)
+        return tail_of(opened, file, start, most)
+
+
+def tail_of(
+    opened: IO[bytes], file: str = "", start: int = 0, most: float = DOCUMENT_BYTES
+) -> Tail:
+    """Return what `tail` does, of an open file, which may have no name any more."""
+    facts = os.fstat(opened.fileno())
+    continues = file == str(facts.st_ino) and start <= facts.st_size
+    first = start if continues else 0
+    is_cut = facts.st_size - first > most
+    if is_cut:
+        first = facts.st_size - int(most)
+    opened.seek(first)
+    block = opened.read(facts.st_size - first)
 
     end = block.rfind(b"\n") + 1
     lines = block[:end].split(b"\n")[is_cut:-1]

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import PurePosixPath
 
 from ..config.choices import NUMBERS, TASKS, Number, is_lower_better, task_defaults
@@ -85,6 +86,7 @@ class Page:
         unit: what a run counts: tokens, pairs, queries.
         loss_name: the name of the loss, with its unit (`loss_name`).
         best: the batch whose weights the pack has, where they are not the last ones.
+        answered: the batch after which the samples were answered, of a run that is not over.
         memory_gb: gigabytes (10^9) by name: planned, measured.
         recipe: sections of settings: name, value, and whether it differs from the default.
         rows: name and value of what else there is: data, phases, versions, fingerprints.
@@ -101,6 +103,7 @@ class Page:
     loss_name: str = "loss"
     best: float | None = None
     samples: Sequence[SampleTexts] = ()
+    answered: int | None = None
     memory_gb: Sequence[tuple[str, float]] = ()
     recipe: Sequence[tuple[str, Sequence[tuple[str, str, bool]]]] = ()
     rows: Sequence[tuple[str, str]] = ()
@@ -213,6 +216,17 @@ def thinned(series: Points, most: int = MOST_POINTS) -> Points:
     groups = [series[i : i + size] for i in range(0, len(series) - 1, size)]
     means = [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
     return [*means, series[-1]]
+
+
+def extremes(points: Points, most: int) -> Points:
+    """Return at most so many points of a series: the extremes of neighbouring points."""
+    if len(points) <= most:
+        return points
+    size = math.ceil(len(points) / (most // 2))
+    groups = (points[start : start + size] for start in range(0, len(points), size))
+    value = itemgetter(1)
+    ends = ({min(group, key=value), max(group, key=value)} for group in groups)
+    return [point for pair in ends for point in sorted(pair)]
 
 
 def progress_series(curve: Mapping) -> tuple[str, str]:

@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..display import size
+from ..display import clock, size
 from ..terminal import printable_text
-from .facts import Page, Points, progress_series, rate_name, thinned
+from .facts import Page, Points, extremes, progress_series, rate_name, thinned
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -26,6 +26,7 @@ _NARROW = (360, 260)
 _SMALL = (340, 150)
 _LABEL = 7.2  # width of a character of a label
 _MOST_DOTS = 40  # of a line
+_TABLE_ROWS = 40  # of a series
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def environment(*folders: Path) -> "Environment":
     )
 
     environment.filters["shown"] = shown
-    environment.globals["size"] = size
+    environment.globals.update(size=size, clock=clock)
     return environment
 
 
@@ -98,6 +99,7 @@ def render(facts: Page) -> str:
         facts=facts,
         wide=_progress(facts, _WIDE, mark),
         narrow=_progress(facts, _NARROW, mark),
+        points=table_of(facts.curve),
         small=[
             (title, small)
             for title, name in (
@@ -108,6 +110,14 @@ def render(facts: Page) -> str:
             if (small := chart({(title, "other"): facts.curve.get(name, [])}, "", _SMALL))
         ],
     )
+
+
+def table_of(curve: Mapping[str, Points]) -> list[tuple[str, str, str]]:
+    """Return batch, training and validation loss (or reward) of some points as texts."""
+    series = [dict(extremes(curve.get(key, []), _TABLE_ROWS)) for key in progress_series(curve)]
+    batches = sorted({batch for points in series for batch in points})
+    texts = [{batch: shown(value) for batch, value in points.items()} for points in series]
+    return [(f"{b:,.0f}", *(values.get(b, "–") for values in texts)) for b in batches]
 
 
 def render_fragment(facts: Page) -> str:

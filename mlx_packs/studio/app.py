@@ -3,14 +3,14 @@
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-import anyio
 import anyio.to_thread
+from jinja2 import Template
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -43,19 +43,31 @@ _EXAMPLE = {"sample_every": "50"}  # the bundled model and data are the defaults
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
-def _rendered(template: str, **content: Any) -> str:
-    return environment(_HERE / "templates").get_template(template).render(**content)
+def _template(name: str) -> Template:
+    return environment(_HERE / "templates").get_template(f"{name}.jinja")
+
+
+def _page(name: str, code: int = 200, **content: Any) -> Response:
+    return HTMLResponse(_template(f"{name}.html").render(**content), code)
+
+
+def _page_with(policy: str, html: str) -> Response:
+    return HTMLResponse(html, headers={CONTENT_POLICY: policy})
 
 
 def _error_page(code: int, message: str) -> Response:
-    return HTMLResponse(_rendered("error.html.jinja", message=message), code)
+    return _page("error", code, message=message)
 
 
-def _failed(error: Exception) -> Response:
+def _failed(_: Request, error: Exception) -> Response:
     """Return the page of an error, with status and message as `packs serve` answers it."""
     response = error_response(error)
     message = parse_json(bytes(response.body).decode())["error"]["message"]
     return _error_page(response.status_code, message)
+
+
+def _see(path: str) -> Response:
+    return RedirectResponse(path, 303)
 
 
 async def _form_of(request: Request) -> dict[str, str]:
@@ -64,10 +76,6 @@ async def _form_of(request: Request) -> dict[str, str]:
         return dict(parse_qsl(body.decode(), max_num_fields=_MOST_FIELDS))
     except ValueError:
         raise HTTPException(400, "The form cannot be read.") from None
-
-
-def _to_run(name: str, query: str = "") -> Response:
-    return RedirectResponse(f"/runs/{name}{query}", 303)
 
 
 class Studio:
@@ -80,34 +88,46 @@ class Studio:
         self._home = home
         self._children: dict[str, Child] = {}
         self._starting = Lock()
+        self._limiter = anyio.CapacityLimiter(_READERS)
+
+    def answering(self, handler: Callable[..., Response]) -> Callable[..., Awaitable[Response]]:
+        """Return a handler that runs in a thread, with the names in the path; errors are pages."""
+
+        async def answered(request: Request) -> Response:
+            try:
+                if request.method == "POST":
+                    request.state.form = await _form_of(request)
+                answer = partial(handler, request, **request.path_params)
+                return await anyio.to_thread.run_sync(answer, limiter=self._limiter)
+            except Exception as error:
+                return _failed(request, error)
+
+        return answered
 
     def runs(self, request: Request) -> Response:
         runs, older = runs_of(self._home)
         if OF_RUN in request.query_params:  # the page asks again as soon as a run begins
             for run in runs:
                 if run.state == "training" and run.status.process == os.getppid():
-                    return _to_run(run.name)
-        page = _rendered("runs.html.jinja", runs=runs, older=older, home=str(self._home))
-        return HTMLResponse(page)
+                    return _see(f"/runs/{run.name}")
+        return _page("runs", runs=runs, older=older, home=str(self._home))
 
     def states(self, _: Request) -> Response:
         return JSONResponse({run.name: [run.state, run.progress] for run in runs_of(self._home)[0]})
 
-    def run(self, request: Request) -> Response:
-        content = run_page(self._home, request.path_params["name"])
-        content["is_stopping"] = "stopping" in request.query_params
-        return HTMLResponse(_rendered("run.html.jinja", **content))
+    def run(self, request: Request, name: str) -> Response:
+        is_stopping = "stopping" in request.query_params
+        return _page("run", is_stopping=is_stopping, **run_page(self._home, name))
 
-    def lines(self, request: Request) -> Response:
+    def lines(self, request: Request, name: str) -> Response:
         start = request.query_params.get("from", "0")
         if not (start.isascii() and start.isdecimal() and len(start) < 20):
             raise HTTPException(400, "from: must be a number of bytes.")
         file = request.query_params.get("file", "")
-        return JSONResponse(live(self._home, request.path_params["name"], file, int(start)))
+        return JSONResponse(live(self._home, name, file, int(start)))
 
-    def report(self, request: Request) -> Response:
-        page = report_page(self._home, request.path_params["name"])
-        return HTMLResponse(page, headers={CONTENT_POLICY: _REPORT_POLICY})
+    def report(self, _: Request, name: str) -> Response:
+        return _page_with(_REPORT_POLICY, report_page(self._home, name))
 
     # Screens that start a command
 
@@ -125,15 +145,10 @@ class Studio:
     def screen(self, screen: str, request: Request) -> Response:
         outcome = self.outcome(screen)
         if screen == "use" and outcome.state == "done":
-            html = page(_rendered("answers.html.jinja", address=outcome.report["address"]))
-            policy = policy_with(html, POLICY[CONTENT_POLICY])
-            return HTMLResponse(html, headers={CONTENT_POLICY: policy})
-
+            html = page(_template("answers.html").render(address=outcome.report["address"]))
+            return _page_with(policy_with(html, POLICY[CONTENT_POLICY]), html)
         chosen = request.query_params.get("pack", "")
-        facts = facts_of(self._home)
-        return HTMLResponse(
-            _rendered(f"{screen}.html.jinja", outcome=outcome, chosen=chosen, **facts)
-        )
+        return _page(screen, outcome=outcome, chosen=chosen, **facts_of(self._home))
 
     def state(self, screen: str, _: Request) -> Response:
         outcome = self.outcome(screen)
@@ -146,13 +161,13 @@ class Studio:
                 raise PackError(f"{command[0]}: runs already. Wait for it, or stop it.", "busy")
             self.end_command(screen, request)
             self._children[screen] = Child(self._home, *command)
-        return RedirectResponse(f"/{screen}", 303)
+        return _see(f"/{screen}")
 
     def end_command(self, screen: str, request: Request) -> Response:
         if child := self._children.pop(screen, None):
             child.stop()
         values = new_run.values_of(request.state.form)  # of a planned run, whose page stops it too
-        return RedirectResponse(f"/new?{urlencode(values)}" if values else f"/{screen}", 303)
+        return _see(f"/new?{urlencode(values)}" if values else f"/{screen}")
 
     async def pass_on(self, request: Request) -> Response:
         server = self.outcome("use")
@@ -164,21 +179,20 @@ class Studio:
     def new(self, request: Request) -> Response:
         values = new_run.values_of(request.query_params)
         if values != dict(request.query_params):
-            return RedirectResponse(f"/new?{urlencode(values)}", 303)
+            return _see(f"/new?{urlencode(values)}")
         return self._form(values)
 
     def start(self, request: Request) -> Response:
         values = new_run.values_of(request.state.form)
         try:
-            return _to_run(new_run.start(self._home, values))
+            return _see(f"/runs/{new_run.start(self._home, values)}")
         except PackError as error:
             return self._form(values, error)
 
     def _form(self, values: dict[str, str], fault: PackError | None = None) -> Response:
-        template = environment(_HERE / "templates").get_template("new.html.jinja")
         form = new_run.NewRun(self._home, values, fault)
-        page = template.generate(form=form, chat=self.outcome("use"))
-        return StreamingResponse(page, 400 if fault else 200, media_type="text/html")
+        parts = _template("new.html").generate(form=form, chat=self.outcome("use"))
+        return StreamingResponse(parts, 400 if fault else 200, media_type="text/html")
 
     async def upload(self, request: Request) -> Response:
         try:
@@ -193,56 +207,32 @@ class Studio:
     def start_example(self, _: Request) -> Response:
         name = jobs.free_name(self._home, "example")
         jobs.queue(self._home, name, _EXAMPLE)
-        return _to_run(name)
+        return _see(f"/runs/{name}")
 
-    def stop(self, request: Request) -> Response:
-        name = request.path_params["name"]
+    def stop(self, _: Request, name: str) -> Response:
         was_training = jobs.stop(self._home, name)
-        return _to_run(name, "?stopping") if was_training else RedirectResponse("/", 303)
+        return _see(f"/runs/{name}?stopping" if was_training else "/")
 
-    def resume(self, request: Request) -> Response:
-        name = request.path_params["name"]
+    def resume(self, request: Request, name: str) -> Response:
         jobs.resume(self._home, name, request.state.form.get("iters", ""))
-        return _to_run(name)
+        return _see(f"/runs/{name}")
 
-    def delete(self, request: Request) -> Response:
+    def delete(self, request: Request, name: str) -> Response:
         form = request.state.form
-        name = request.path_params["name"]
         jobs.delete(self._home, name, form.get("name", ""), "pack" in form)
-        return RedirectResponse("/", 303)
+        return _see("/")
 
     def style(self, _: Request) -> Response:
-        return Response(_rendered("studio.css.jinja"), media_type="text/css")
+        return Response(_template("studio.css").render(), media_type="text/css")
 
 
 def make_app(home: Path, login: Login) -> Starlette:
     """Return the application over a home, for the browser that uses a login."""
     studio = Studio(home)
-    limit = anyio.CapacityLimiter(_READERS)
 
-    def answering(handler: Callable[[Request], Response]) -> Callable[..., Awaitable[Response]]:
-        """Return a handler that runs in a thread, with the form that was sent.
-
-        Its errors are pages.
-        """
-
-        @wraps(handler)
-        async def answered(request: Request) -> Response:
-            try:
-                if request.method == "POST":
-                    request.state.form = await _form_of(request)
-                return await anyio.to_thread.run_sync(handler, request, limiter=limit)
-            except Exception as error:
-                return _failed(error)
-
-        return answered
-
-    async def log_in(request: Request) -> Response:
+    def log_in(request: Request) -> Response:
         text = "This link was used already, or is of an earlier start. Start packs studio again."
         return login.answer(request) or _error_page(403, text)
-
-    async def on_error(_: Request, error: Exception) -> Response:
-        return _failed(error)
 
     handlers = {
         "/": studio.runs,
@@ -265,14 +255,16 @@ def make_app(home: Path, login: Login) -> Starlette:
         handlers[f"/{screen}/state"] = partial(studio.state, screen)
         changes[f"/{screen}"] = partial(studio.start_command, screen)
         changes[f"/{screen}/stop"] = partial(studio.end_command, screen)
-    routes: list[BaseRoute] = [Route(path, answering(each)) for path, each in handlers.items()]
-    routes += [Route(path, answering(each), methods=["POST"]) for path, each in changes.items()]
+    routes: list[BaseRoute] = [
+        Route(path, studio.answering(handler), methods=[method])
+        for method, table in (("GET", handlers), ("POST", changes))
+        for path, handler in table.items()
+    ]
     routes += [Route(path, studio.pass_on, methods=[method]) for path, method in ASKED.items()]
     routes += [Route("/upload", studio.upload, methods=["POST"])]
     routes += [Route(LOGIN, log_in), Mount("/static", StaticFiles(directory=_HERE / "static"))]
-    app = Starlette(
-        routes=routes, exception_handlers={HTTPException: on_error}, lifespan=studio.lifespan
-    )
+    pages = {HTTPException: _failed}
+    app = Starlette(routes=routes, exception_handlers=pages, lifespan=studio.lifespan)
     app.add_middleware(AccessGuard, settings=ServerSettings(), computing=())
     app.add_middleware(Access, login=login, error_page=_error_page)
     return app

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PackError
-from ..reading import Tail, json_objects, tail
+from ..reading import Tail, json_objects, open_regular, tail_of
 
 _END_S = 20.0
 _POLL_S = 0.02
@@ -48,26 +48,30 @@ class Outcome:
 class Child:
     """A command that runs in the home; what it prints goes to files, which never fill up.
 
+    The files have no name once it runs, so that a studio that is killed leaves none.
     A server is done when it is ready, and has failed when it has ended.
     """
 
     def __init__(self, home: Path, *arguments: str) -> None:
         self._arguments = arguments
-        self._output = tempfile.NamedTemporaryFile()
-        self._progress = tempfile.NamedTemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *arguments, "--json"],
-            cwd=home,
-            stdin=subprocess.PIPE,
-            stdout=self._output,
-            stderr=self._progress,
-        )
+        self._reading = threading.Lock()
+        with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as progress:
+            self._output = open_regular(Path(output.name))
+            self._progress = open_regular(Path(progress.name))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *arguments, "--json"],
+                cwd=home,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=progress,
+            )
 
     @property
     def outcome(self) -> Outcome:
         exit_code = self._process.poll()  # asked first: it may end meanwhile
-        report = next(json_objects([b"\n".join(tail(Path(self._output.name)).lines)]), {})
-        lines = [line for line in tail(Path(self._progress.name)).lines if line.strip()]
+        with self._reading:
+            report = next(json_objects([b"\n".join(tail_of(self._output).lines)]), {})
+            lines = [line for line in tail_of(self._progress).lines if line.strip()]
         text = lines[-1].decode("utf-8", "replace").removeprefix("packs: ") if lines else "Starting"
 
         state = "working"
@@ -93,7 +97,7 @@ class Child:
         is_running = True
         while is_running:
             is_running = self._process.poll() is None
-            seen = tail(Path(self._progress.name), seen.file, seen.end)
+            seen = tail_of(self._progress, seen.file, seen.end)
             yield from json_objects(seen.lines)
             if is_running:
                 time.sleep(_POLL_S)

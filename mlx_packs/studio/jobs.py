@@ -17,14 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..config.recipe import Recipe, base_defaults, check_data_named, check_method, resolve
+from ..config.recipe import RunOptions, base_defaults, check_data_named, resolve
 from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
 from ..files import atomic_write, exclusive_writer, make_folder, to_json, write_errors
 from ..filesystem import discard, is_locked, lock
 from ..packs.manifest import MANIFEST
 from ..reading import check_regular, read_json
-from ..training.run_folder import LOG, WAITING, RunFolder, run_folder
+from ..training.run_folder import LOG, WAITING, RunFolder, name_of_run, run_folder
 from ..training.status import read_status
 from .access import RUNS, check_data, check_name, folder_of_run
 
@@ -46,14 +46,12 @@ def command_of(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "mlx_packs", *arguments]
 
 
-def recipe_of(settings: Mapping[str, str]) -> Recipe:
-    """Return the recipe of settings, as `packs train` resolves them; raise their first error."""
-    model = settings.get("model", "tiny")
+def check_settings(settings: Mapping[str, str]) -> None:
+    """Raise the first error of settings, as `packs train` resolves them."""
+    model = settings.get("model", RunOptions.model)
     task = settings.get("task", TrainConfig.task)
-    recipe = resolve(settings, defaults=base_defaults(model, task, TrainConfig.method))
-    check_method(recipe)
-    check_data_named(recipe)
-    return recipe
+    defaults = base_defaults(model, task, TrainConfig.method)
+    check_data_named(resolve(settings, defaults=defaults))
 
 
 def arguments_of(home: Path, name: str, settings: Mapping[str, str]) -> list[str]:
@@ -94,7 +92,7 @@ def queue(home: Path, name: str, settings: Mapping[str, str]) -> None:
     if free_name(home, name) != name:
         raise PackError(f"{name}: exists already. Choose another name.", "exists", "out")
     arguments_of(home, name, settings)
-    recipe_of(settings)
+    check_settings(settings)
 
     make_folder(pack.parent)
     with write_errors(pack):
@@ -207,15 +205,11 @@ def _waiting(home: Path) -> list[Path]:
     times = {}
     for file in (home / RUNS).glob(f"*-run/{WAITING}"):
         with suppress(OSError, PackError):
-            folder = folder_of_run(home, _name_of(file.parent))
+            folder = folder_of_run(home, name_of_run(file.parent))
             for log in folder.glob(LOG):
                 check_regular(log)
             times[folder] = file.stat().st_mtime
     return sorted(times, key=times.__getitem__)
-
-
-def _name_of(folder: Path) -> str:
-    return folder.name.removesuffix("-run")
 
 
 def command_line(home: Path, arguments: Sequence[str]) -> str:
@@ -228,7 +222,7 @@ def waiting_arguments(home: Path, folder: Path) -> list[str]:
     settings = read_json(folder / WAITING, dict, _BYTES).get("settings")
     if not isinstance(settings, dict):
         raise PackError(f"{WAITING}: has no settings.", "unreadable")
-    return arguments_of(home, _name_of(folder), settings)
+    return arguments_of(home, name_of_run(folder), settings)
 
 
 def _started(home: Path, folder: Path, queued: int) -> bool:

@@ -18,7 +18,7 @@ from ..config.fields import facts_of
 from ..config.lora import LoRAConfig
 from ..config.schema import DataConfig, TrainConfig
 from ..config.tasks import tasks_of
-from ..display import clock, size
+from ..display import size
 from ..errors import PackError, flag_of
 from ..files import make_folder, write_errors
 from ..filesystem import temporary
@@ -43,8 +43,6 @@ Qwen3-0.6B Qwen3-1.7B Qwen3-4B Meta-Llama-3-8B-Instruct Qwen3-8B Qwen3-14B Qwen3
 Meta-Llama-3-70B-Instruct
 """.split()
 _READING = ("model", "task", "max_seq_length", *COLUMN_SETTINGS)  # what examples are read with
-_REDUCED = ("batch_size", "recompute", "max_seq_length", "rank", "quantize")  # by a plan
-_REDUCED_FLAGS = tuple(f"{flag_of(name)}=" for name in _REDUCED)
 _VALUES = (*jobs.SETTINGS, "name", "preset", "row")
 _FACTS = {  # of the settings that have a field of their own below the plan
     field.name: facts_of(field)
@@ -120,15 +118,10 @@ class NewRun:
 
     def sources(self) -> list[str]:
         """Return the files and folders of data/ that may be examples."""
-        with suppress(OSError), os.scandir(self._home / DATA) as entries:
-            return sorted(
-                f"{DATA}/{entry.name}"
-                for entry in entries
-                if _FILE.fullmatch(entry.name)
-                and not entry.is_symlink()
-                and (entry.is_dir() or entry.name.endswith(_ENDINGS))
-            )
-        return []
+        entries = (self._home / DATA).glob("*")
+        named = [e for e in entries if _FILE.fullmatch(e.name) and not e.is_symlink()]
+        usable = [e.name for e in named if e.is_dir() or e.suffix in _ENDINGS]
+        return sorted(f"{DATA}/{name}" for name in usable)
 
     def bad_rows(self) -> Iterator[dict]:
         """Yield the rows that cannot be used; then ``report`` is there, or the run is blocked."""
@@ -168,50 +161,27 @@ class NewRun:
         return report["examples"]
 
     def plan(self) -> Mapping[str, Any]:
-        """Return what `packs plan` reports, with the ``best`` option and what that changes."""
+        """Return the report of `packs plan`, and its ``best`` option with the ``changes``."""
         if self.blocked:
             return {}
         settings = settings_of(self.values)
+        flags = [f"{flag_of(name)}={settings[name]}" for name in settings if name in _PLANNED]
         try:
-            recipe = jobs.recipe_of(settings)
-            flags = [f"{flag_of(k)}={value}" for k, value in settings.items() if k in _PLANNED]
+            jobs.check_settings(settings)
             report = report_of(self._home, "plan", *flags)
-            if not report["fits"]:
-                free = [flag for flag in flags if not flag.startswith(_REDUCED_FLAGS)]
-                report = report_of(self._home, "plan", *free)
         except PackError as error:
             self._block(error)
             return {}
 
-        run = {**vars(recipe.lora), **vars(recipe.train), "recompute": recipe.train.recomputes}
-        options = [option for option in report["options"] if option["method"] != "full"]
-        for option in options:
-            changed = [name for name in _REDUCED if run[name] not in ("auto", option[name])]
-            option["changes"] = " ".join(f"{name}={option[name]}" for name in changed)
-        best = min(options, key=lambda option: (option["fit"] == "no", len(option["changes"])))
+        best = report["smallest_change"]
+        changes = " ".join(f"{name}={value}" for name, value in best["changes"].items())
         if best["code"]:
             self.blocked = "The model needs Python code of its own, which the studio never runs."
         elif best["fit"] == "no":
             self.blocked = f"No run of this model fits into the memory ({best['why']})."
-        elif best["changes"]:
+        elif changes:
             self.blocked = "The run does not fit into the memory with these settings."
-        return {**report, "best": best}
-
-    def figures(self, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield what the best option of a plan needs, by name."""
-        best = plan["best"]
-        machine = plan["machine"]
-        memory = f"{best['peak_gb']:.1f} of {machine['memory_gb']:.1f} GB"
-        yield f"Memory, ± {100 * best['error']:.0f} %", memory
-        if (seconds := best["seconds"])["low"] is None:
-            yield "Time", seconds["source"]
-        else:
-            minutes = f"{clock(seconds['low'])} to {clock(seconds['high'])}"
-            yield f"Time, {seconds['source']}", minutes
-        disk = f"{size(1e9 * best['disk']['total_gb'])}"
-        if machine["free_disk_gb"] is not None:
-            disk += f" of {size(1e9 * machine['free_disk_gb'])}"
-        yield "Disk", disk
+        return {**report, "best": best, "changes": changes}
 
     @property
     def command(self) -> str:

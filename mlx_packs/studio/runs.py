@@ -4,44 +4,30 @@ A folder may be somebody else's, damaged, or as large as its disk: reading is bo
 cannot be read is one line in place of the rest.
 """
 
-import math
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from ..errors import PackError, file_errors, flag_of
+from ..errors import PackError, as_pack_error, file_errors, flag_of
 from ..gates import MEANING
 from ..packs.facts import all_changes
 from ..reading import json_objects, tail
-from ..report.facts import (
-    MOST_TEXT,
-    Page,
-    Points,
-    SampleTexts,
-    curve_of,
-    progress_series,
-    recipe_sections,
-    samples_of,
-    text,
-)
-from ..report.page import render, shown
+from ..report.facts import MOST_TEXT, Page, curve_of, extremes, recipe_sections, text
+from ..report.page import render, table_of
 from ..serving.http import public_message
 from ..training.checkpoint import METRICS, batches_of
-from ..training.run_folder import CONFIG, LOG, RunFolder, run_folder
-from ..training.run_page import facts_of_run, read_report, run_facts
+from ..training.run_folder import CONFIG, LOG, RunFolder, name_of_run, run_folder
+from ..training.run_page import facts_of_run, read_report, run_facts, with_answers
 from ..training.status import PHASES, RunStatus, read_status
 from .access import RUNS, folder_of_run
 from .jobs import SETTINGS, command_line, waiting_arguments
 
-_SUFFIX = "-run"
 _MOST_ROWS = 200
 _MOST_POINTS = 2000  # of a series in an answer
-_TABLE_ROWS = 40
 _LOG_BYTES = 256 << 10
 _LOG_LINES = 200
 _UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
@@ -97,9 +83,9 @@ def runs_of(home: Path) -> tuple[list[RunView], int]:
     changed = []
     with file_errors(f"{RUNS}/"), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith(_SUFFIX) and (entry.is_symlink() or entry.is_dir()):
-                name = entry.name.removesuffix(_SUFFIX)
-                changed.append((entry.stat(follow_symlinks=False).st_mtime, name))
+            if entry.name.endswith("-run") and (entry.is_symlink() or entry.is_dir()):
+                time_changed = entry.stat(follow_symlinks=False).st_mtime
+                changed.append((time_changed, name_of_run(Path(entry))))
 
     changed.sort(reverse=True)
     runs = [_listed(home, *each) for each in changed[:_MOST_ROWS]]
@@ -110,8 +96,7 @@ def _listed(home: Path, changed: float, name: str) -> RunView:
     try:
         run = _opened(home, name)
     except (PackError, OSError) as error:
-        fault = public_message(error) if isinstance(error, PackError) else str(error.strerror)
-        run = RunView(text(name), text(fault, 400))
+        run = RunView(text(name), text(public_message(as_pack_error(error)), 400))
     return replace(run, age=f"{_duration(time.time() - changed)} ago")
 
 
@@ -160,23 +145,20 @@ def run_page(home: Path, name: str) -> dict[str, Any]:
     """Return what the template of the screen Run needs."""
     folder = folder_of_run(home, name)
     run = _opened(home, name)
-    lines = RunFolder(folder).metrics()
-    facts = facts_of_run(name, run.recipe, lines, run.report, Page(title=""))
-    answers, answered = _answers(folder)
+    facts = facts_of_run(name, run.recipe, RunFolder(folder).metrics(), run.report, Page(title=""))
     checkpoints = RunFolder(folder).checkpoints()
     gates = (run.report or {}).get("gates")
 
     return {
         "run": run,
         "flag": flag_of(run.status.flag) if run.status.flag else "",
-        "facts": replace(facts, samples=answers or facts.samples),
-        "answered": answered,
+        "facts": with_answers(facts, folder),
         "checkpoint": batches_of(checkpoints[-1]) if checkpoints else None,
         "gates": [
             (text(MEANING.get(key, key), 40), isinstance(gate, dict) and gate.get("passed") is True)
             for key, gate in (gates if isinstance(gates, dict) else {}).items()
         ],
-        "points": _table(facts.curve),
+        "points": table_of(facts.curve),
         "log": _log(folder),
         "again": _form_of(run.recipe),
         "command": _command(home, run, bool(checkpoints)),
@@ -185,16 +167,11 @@ def run_page(home: Path, name: str) -> dict[str, Any]:
 
 def _form_of(recipe: Mapping) -> str:
     """Return the address of the form of a new run that has the settings of a run."""
-    sections = recipe_sections(recipe)
-    changed = {
-        flag.replace("-", "_"): value
-        for _, rows in sections
-        for flag, value, is_own in rows
-        if is_own
-    }
-    changed |= {name: recipe.get(name) for name in ("model", "data")}
-    values = {name: changed[name] for name in SETTINGS if changed.get(name)}
-    return f"/new?{urlencode(values)}"
+    rows = [row for _, rows in recipe_sections(recipe) for row in rows]
+    changed = {f"--{flag}": value for flag, value, is_changed in rows if is_changed}
+    values = {name: changed.get(flag_of(name)) for name in SETTINGS}
+    values |= {name: recipe.get(name) for name in ("model", "data")}
+    return f"/new?{urlencode({name: value for name, value in values.items() if value})}"
 
 
 def _command(home: Path, run: RunView, has_checkpoint: bool) -> str:
@@ -215,10 +192,10 @@ def live(home: Path, name: str, file: str, start: int) -> dict[str, Any]:
     new = tail(folder / METRICS, file, start)
     series = {}
     for key, points in curve_of(json_objects(new.lines)).items():
-        batches, values = zip(*extremes(points), strict=True)
+        batches, values = zip(*extremes(points, _MOST_POINTS), strict=True)
         series[key] = [[int(batch) for batch in batches], [float(f"{v:.5g}") for v in values]]
 
-    answers, answered = _answers(folder)
+    answers = with_answers(Page(title=""), folder)
     return {
         "file": new.file,
         "next": new.end,
@@ -228,51 +205,11 @@ def live(home: Path, name: str, file: str, start: int) -> dict[str, Any]:
         "progress": progress_of(status),
         "batch": status.batch or 0,
         "batches": status.batches,
-        "answers": [answer.after for answer in answers],
-        "answered": answered,
+        "answers": [answer.after for answer in answers.samples],
+        "answered": answers.answered,
     }
 
 
 def report_page(home: Path, name: str) -> str:
     """Return the page of `packs report`, made anew: one in the folder could have any content."""
     return render(run_facts(folder_of_run(home, name)))
-
-
-def extremes(points: Points, most: int = _MOST_POINTS) -> Points:
-    """Return at most so many points of a series: the extremes of neighbouring points."""
-    if len(points) <= most:
-        return points
-    size = math.ceil(len(points) / (most // 2))
-    groups = (points[start : start + size] for start in range(0, len(points), size))
-    value = itemgetter(1)
-    ends = ({min(group, key=value), max(group, key=value)} for group in groups)
-    return [point for pair in ends for point in sorted(pair)]
-
-
-def _table(curve: Mapping[str, Points]) -> list[tuple[str, str, str]]:
-    """Return batch, training and validation loss (or reward) of some points as texts."""
-    series = [dict(extremes(curve.get(key, []), _TABLE_ROWS)) for key in progress_series(curve)]
-    batches = sorted({batch for points in series for batch in points})
-    texts = [{batch: shown(value) for batch, value in points.items()} for points in series]
-    return [(f"{b:,.0f}", *(values.get(b, "–") for values in texts)) for b in batches]
-
-
-def _answers(folder: Path) -> tuple[list[SampleTexts], int | None]:
-    """Return the validation prompts with their first and last answers, and the last one's batch."""
-    lines = RunFolder(folder).samples()
-    if not lines:
-        return [], None
-
-    first, last = lines[0]["batch"], lines[-1]["batch"]
-    now = {line["prompt"]: line["answer"] for line in lines if line["batch"] == last}
-    asked = [line for line in lines if line["batch"] == first]
-    answers = [
-        {
-            **line,
-            "wanted": line.get("expected"),
-            "before": line["answer"],
-            "after": now.get(line["prompt"]),
-        }
-        for line in asked
-    ]
-    return samples_of(answers), last

@@ -51,6 +51,11 @@ def run_folder(pack: Path) -> Path:
     return pack.with_name(pack.name + "-run")
 
 
+def name_of_run(run: Path) -> str:
+    """Return the name of the pack that the run of a folder writes."""
+    return run.name.removesuffix("-run")
+
+
 @dataclass(frozen=True)
 class ResumePoint:
     """The checkpoint that a resumed run continues from: the newest that is not damaged."""

@@ -33,7 +33,7 @@ from ..report.page import render
 from ..report.seeds import SeedFacts, SeedsFacts, numbers_of
 from ..report.seeds import render as render_seeds
 from .checkpoint import batches_of
-from .run_folder import CONFIG, REPORT, RunFolder, run_folder, seed_runs
+from .run_folder import CONFIG, REPORT, RunFolder, name_of_run, run_folder, seed_runs
 
 SUMMARY = "seeds.json"  # beside the packs
 
@@ -59,7 +59,7 @@ def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
     finished = sum(bool(seed.numbers) for seed in seeds)
     if finished < max(2, len(seeds)):
         notes.append(f"{finished} of {len(seeds)} seeds finished; means are of two or more")
-    if others := [_seed_name(run) for run in runs if run not in alike]:
+    if others := [name_of_run(run) for run in runs if run not in alike]:
         notes.append(f"{', '.join(others)}: other settings or examples, left out")
 
     recipe = {key: value for key, value in first["recipe"].items() if key != "seed"}
@@ -73,7 +73,7 @@ def seeds_facts(folder: Path, has_links: bool) -> SeedsFacts:
 
 
 def _seed(run: Path, identity: Mapping, has_links: bool) -> SeedFacts:
-    name = _seed_name(run)
+    name = name_of_run(run)
     link = f"{run.name}/{PAGE}" if has_links and (run / PAGE).is_file() else ""
 
     curve = curve_of(RunFolder(run).metrics())
@@ -95,13 +95,6 @@ def _common_identity(identity: Mapping) -> dict:
     """Return what runs have in common whose numbers have a mean."""
     recipe = {key: value for key, value in identity["recipe"].items() if key != "seed"}
     return {"recipe": recipe, "base": identity["base"], "data": identity["data"]}
-
-
-def _seed_name(run: Path) -> str:
-    return run.name.removesuffix("-run")
-
-
-_SUFFIX = "-run"
 
 
 @checked_arguments
@@ -158,12 +151,14 @@ def run_facts(run: Path) -> Page:
     identity = RunFolder(run).read_identity()
     lines = RunFolder(run).metrics()
     report = read_report(run)
-    title = run.resolve().name.removesuffix(_SUFFIX)
+    title = name_of_run(run.resolve())
 
     facts = None
     if report is not None and (pack := _pack_of(run)) is not None:
         facts = manifest_facts(pack.manifest, title)
-    return facts_of_run(title, identity["recipe"], lines, report, facts or run_stage(run, identity))
+    facts = facts or run_stage(run, identity)
+    facts = facts_of_run(title, identity["recipe"], lines, report, facts)
+    return facts if report is not None else with_answers(facts, run)
 
 
 def facts_of_run(
@@ -202,6 +197,23 @@ def facts_of_run(
         samples=samples_of(samples) or facts.samples,
         memory_gb=memory_of(report),
     )
+
+
+def with_answers(facts: Page, run: Path) -> Page:
+    """Return facts with the first and last answers to validation prompts, if the run has any."""
+    lines = RunFolder(run).samples()
+    if not lines:
+        return facts
+
+    last = lines[-1]["batch"]
+    now = {line["prompt"]: line["answer"] for line in lines if line["batch"] == last}
+    answers = []
+    for line in lines:
+        if line["batch"] == lines[0]["batch"]:
+            after = now.get(line["prompt"])
+            ends = {"wanted": line.get("expected"), "before": line["answer"], "after": after}
+            answers.append({"prompt": line["prompt"], **ends})
+    return replace(facts, samples=samples_of(answers), answered=last)
 
 
 def attempt(write: Callable[[], object], file: Path, display: Display) -> bool:
@@ -250,9 +262,9 @@ def run_stage(run: Path, identity: Mapping) -> Page:
 
 def _pack_of(run: Path) -> Pack | None:
     """Return the pack beside a run if it is that run's, else None."""
-    if not run.resolve().name.endswith(_SUFFIX):
+    folder = run.resolve().with_name(name_of_run(run.resolve()))
+    if folder == run.resolve():
         return None
-    folder = run.resolve().with_name(run.resolve().name.removesuffix(_SUFFIX))
     try:
         pack = Pack.open(folder)
         return pack if _is_run_of(run, pack) else None

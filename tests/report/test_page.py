@@ -15,6 +15,7 @@ from mlx_packs.report.facts import (
     Page,
     SampleTexts,
     curve_of,
+    extremes,
     name_alone,
     recipe_sections,
     samples_of,
@@ -157,6 +158,16 @@ def test_a_thinned_curve_keeps_its_mean_and_its_end():
     assert sum(y for _, y in thin) / len(thin) == pytest.approx(3, abs=0.1)
 
 
+def test_thinning_keeps_the_lowest_and_the_highest():
+    points = [(float(x), float(x % 7)) for x in range(100_000)]
+    points[50_000] = (50_000.0, -90.0)
+    points[77_777] = (77_777.0, 90.0)
+    kept = extremes(points, 2000)
+    assert len(kept) <= 2000 and kept == sorted(kept) and set(kept) <= set(points)
+    assert {points[50_000], points[77_777]} <= set(kept)
+    assert extremes(points[:2000], 2000) == points[:2000]
+
+
 def test_a_path_is_shown_by_its_last_part():
     paths = {
         "/home/bob/secret/notes": "notes",
@@ -235,3 +246,10 @@ def test_a_page_of_seeds_has_the_mean_of_those_with_a_result_and_of_their_curves
 
     curves = [[(1.0, 1.0), (2.0, 3.0)], [(1.0, 3.0), (2.0, 3.0), (3.0, 9.0)]]
     assert seeds._mean(curves) == [(1.0, 2.0), (2.0, 3.0)]
+
+
+def test_a_page_has_its_curve_as_a_table():
+    curve = {"loss": [(10.0, 1.1), (20.0, 1.05)], "valid_loss": [(20.0, 1.5)]}
+    page = render(Page(title="t", curve=curve))
+    assert "<td>10</td><td>1.1</td><td>–</td>" in page
+    assert "<td>20</td><td>1.05</td><td>1.5</td>" in page

@@ -157,3 +157,18 @@ def test_the_card_has_sample_and_recipe(trained):
     card = model_card(hostile, "<img src=x>")
     assert "<pre>```\n&lt;script&gt;</pre>" in card and "# &lt;img src=x>" in card
     assert "<" not in card.replace("<pre>", "").replace("</pre>", "")
+
+
+def test_a_run_that_is_not_over_shows_its_answers_so_far(finished, run):
+    (finished / "report.json").unlink()
+    lines = [
+        {"batch": batch, "prompt": prompt, "expected": "yes", "answer": f"{prompt} {batch}"}
+        for batch in (0, 1, 2)
+        for prompt in ("one", "two")
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (finished / "samples.jsonl").write_text(text + '{"batch": 3, "prom')
+    assert run("report", finished)[0] == 0
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    assert all(answer in page for answer in ("one 0", "two 0", "one 2", "two 2"))
+    assert "one 1" not in page and 'after batch <span id="answered">2</span>' in page
