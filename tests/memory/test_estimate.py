@@ -23,7 +23,7 @@ from mlx_packs.memory.read import read_headers
 from mlx_packs.nn.surgery import ATTENTION, MLP, block_kind
 from tests.helpers.errors import raises
 from tests.helpers.headers import REAL, dense_headers
-from tests.helpers.models import base_of, model_of
+from tests.helpers.models import SMALL_FAMILIES, base_of, model_of
 from tests.helpers.steps import make_batch
 from tests.memory.measured import peak_of_step
 
@@ -183,6 +183,7 @@ def test_probabilities_are_kept_on_cpus_alone():
 
 @pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.plan == "dense"])
 def test_blocks_of_a_family_with_a_plan_are_grouped(name):
-    model, _ = model_of(MODEL_REMAPPING.get(name, name))
+    family = MODEL_REMAPPING.get(name, name)
+    model, _ = model_of(family, **SMALL_FAMILIES.get(family, {}))
     kinds = Counter(map(block_kind, model.modules()))
     assert kinds[ATTENTION] == kinds[MLP] == len(model.layers)
