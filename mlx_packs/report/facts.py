@@ -279,7 +279,7 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
 
     for name, value in (("model", recipe.get("model")), ("resume_adapter_file", start_name)):
         if value is not None:
-            sections["Model and data"].append((name, _setting_text(name, value), True))
+            sections["Model and data"].append((name, setting_text(name, value), True))
 
     phases = [phase for phase in recipe.get("phases") or () if isinstance(phase, Mapping)]
     named = (recipe.get("task", TrainConfig.task), *(phase.get("task") for phase in phases))
@@ -302,16 +302,16 @@ def recipe_sections(recipe: Mapping) -> list[tuple[str, Sequence[Setting]]]:
                 default = list(default)
             differs = setting.name == "data" or value != default
             section = facts_of(setting).section
-            sections[section].append((flag, _setting_text(setting.name, value), differs))
+            sections[section].append((flag, setting_text(setting.name, value), differs))
 
     return [(name, settings) for name, settings in sections.items() if settings]
 
 
-def _setting_text(name: str, value: object) -> str:
+def setting_text(name: str, value: object) -> str:
     """Return a value as text, without the folders of paths."""
     if isinstance(value, (list, tuple)):
         separator = " + " if name in _PATHS else ", "
-        return separator.join(_setting_text(name, item) for item in value[:20])
+        return separator.join(setting_text(name, item) for item in value[:20])
     if name in _PATHS:
         if isinstance(value, Mapping):
             value = value.get("path") or value.get("name")
@@ -322,6 +322,6 @@ def _setting_text(name: str, value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, Mapping):
-        shown = (f"{text(k)}: {_setting_text(str(k), v)}" for k, v in list(value.items())[:20])
+        shown = (f"{text(k)}: {setting_text(str(k), v)}" for k, v in list(value.items())[:20])
         return ", ".join(shown)
     return text(str(value))

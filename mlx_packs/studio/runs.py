@@ -16,7 +16,7 @@ from ..errors import PackError, as_pack_error, file_errors, flag_of
 from ..gates import MEANING
 from ..packs.facts import all_changes
 from ..reading import json_objects, tail
-from ..report.facts import MOST_TEXT, Page, curve_of, extremes, recipe_sections, text
+from ..report.facts import MOST_TEXT, Page, curve_of, extremes, recipe_sections, setting_text, text
 from ..report.page import render, table_of
 from ..serving.http import public_message
 from ..training.checkpoint import METRICS, batches_of
@@ -60,12 +60,10 @@ class RunView:
         return self.status.error or (not self.recipe and self.last_line) or unknown
 
     @property
-    def names(self) -> tuple[str, str]:
+    def names(self) -> tuple[str, ...]:
         """The model and the data."""
-        sections = recipe_sections(self.recipe)
-        settings = {name: value for _, rows in sections for name, value, _ in rows}
-        data = settings.get("hf-dataset") or settings.get("data", "–")
-        return settings.get("model", "–"), data
+        data = "hf_dataset" if self.recipe.get("hf_dataset") else "data"
+        return tuple(setting_text(key, self.recipe.get(key)) or "–" for key in ("model", data))
 
     @property
     def change(self) -> str:
