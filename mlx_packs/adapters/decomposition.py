@@ -22,6 +22,19 @@ def principal_factors(weight: mx.array, rank: int, scale: float) -> Factors:
     return vt.T * root, root[:, None] * u.T
 
 
+def factors_of_rank(a: mx.array, b: mx.array, rank: int) -> Factors:
+    """Return the factors of at most that rank nearest to A [D, r] B [r, O], which is never made.
+
+    Semantics: Q_a R_a = A, Q_b R_b = B^T;  U diag(S) V^T = R_a R_b^T;
+        A' = Q_a U sqrt(S), B' = sqrt(S) V^T Q_b^T, of the largest S
+    """
+    q_a, r_a = mx.linalg.qr(a, stream=mx.cpu)
+    q_b, r_b = mx.linalg.qr(b.T, stream=mx.cpu)
+    u, s, vt = mx.linalg.svd(r_a @ r_b.T, stream=mx.cpu)
+    root = mx.sqrt(s[:rank])
+    return q_a @ (u[:, :rank] * root), (root[:, None] * vt[:rank]) @ q_b.T
+
+
 def largest_singular(weight: mx.array, rank: int) -> tuple[mx.array, mx.array, mx.array]:
     """Return the largest singular values [R] with U [O, R] and V^T [R, D], always the same.
 

@@ -7,15 +7,15 @@ becomes the nearest pack of the requested rank (Eckart and Young, by SVD).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ..adapters.decomposition import principal_factors
-from ..adapters.lora import delta_of
-from ..adapters.spec import ModuleSpec, SliceSpec, Specs
+from ..adapters.decomposition import Factors, factors_of_rank, principal_factors
+from ..adapters.lora import delta_of, name_factors, read_factors
+from ..adapters.spec import SliceSpec, Specs
 from ..bases import files as base_files
 from ..bases.supported import check_architecture
 from ..config.arguments import checked_arguments
@@ -216,6 +216,7 @@ class _Combination:
         check_base(packs[0][0], base)
         self.base = base
         self.packs = packs
+        self.method = method
         self.deltas = _deltas(packs, method, density, seed)
 
         self.facts: dict = {"method": method}
@@ -241,10 +242,34 @@ class _Combination:
             tensors = total.load_tensors()
         else:
             facts = {**facts, "rank": rank}
-            specs, tensors = _low_rank(self.packs, self.deltas, rank)
+            specs, tensors = self._low_rank(rank)
 
         parts = agreed_records([pack for pack, _ in self.packs])
         return untrained_pack(self.base, specs, tensors, **parts, combined=facts)
+
+    def _low_rank(self, rank: int) -> tuple[Specs, dict[str, mx.array]]:
+        """Return adapters of scale 1 of this rank.
+
+        A sum has factors already, whose delta need not be made.
+        """
+        total = weighted_sum(self.packs) if METHODS[self.method] is linear else None
+        specs = {}
+        tensors = {}
+        for path, make_delta in self.deltas.items():
+            spec = next(p.specs[path] for p, _ in self.packs if path in p.specs)
+            if total:
+                a, b = read_factors(total.specs[path], total.load_tensors())
+                a, b = _of_rank(factors_of_rank, a, b, rank=rank)
+            else:
+                a, b = _of_rank(partial(principal_factors, scale=1.0), make_delta(), rank=rank)
+
+            actual_rank = a.shape[-1]
+            part = SliceSpec(
+                path.rpartition(".")[2], spec.out_features, actual_rank, float(actual_rank)
+            )
+            specs[path] = replace(spec, slices=(part,))
+            tensors |= name_factors(specs[path], a, b)
+        return specs, tensors
 
     def modules(self) -> Modules:
         modules = dict(self.base.model.named_modules())
@@ -321,27 +346,12 @@ def _deltas(opened: Packs, method: str, density: float, seed: int) -> Deltas:
     return {path: partial(combined, path, []) for path in paths}
 
 
-def _low_rank(opened: Packs, deltas: Deltas, rank: int) -> tuple[Specs, dict]:
-    """Return adapters of scale 1 of this rank."""
-    specs = {}
-    tensors = {}
-    for path, make_delta in deltas.items():
-        delta = make_delta()
-        spec = next(p.specs[path] for p, _ in opened if path in p.specs)
-        a, b = _nearest(delta, min(rank, *delta.shape[-2:]))
-        mx.eval(a, b)
-        actual_rank = a.shape[1]
-        part = SliceSpec(path.rpartition(".")[2], sum(spec.widths), actual_rank, float(actual_rank))
-        specs[path] = ModuleSpec(path, spec.in_features, (part,), spec.experts)
-        tensors |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
-
-    return specs, tensors
-
-
-def _nearest(delta: mx.array, rank: int) -> tuple[mx.array, mx.array]:
-    """Return disk-layout factors of the nearest matrix of a rank; of one [O, D] or a stack."""
-    if delta.ndim == 3:
-        pairs = [_nearest(part, rank) for part in delta]
-        return mx.stack([a.T for a, _ in pairs]), mx.stack([b.T for _, b in pairs])
-
-    return principal_factors(delta, rank, 1.0)
+def _of_rank(nearest: Callable[..., Factors], *arrays: mx.array, rank: int) -> Factors:
+    """Return the nearest factors A [in, r] and B [r, out]; of stacks [E, …] those of each part."""
+    if arrays[0].ndim == 2:
+        a, b = nearest(*arrays, rank)
+    else:
+        pairs = [nearest(*parts, rank) for parts in zip(*arrays, strict=True)]
+        a, b = (mx.stack(factors) for factors in zip(*pairs, strict=True))
+    mx.eval(a, b)
+    return a, b

@@ -83,7 +83,10 @@ def test_svd_is_the_nearest_of_its_rank(two_packs, tmp_path):
     whole = delta(a, path) + delta(b, path)
     u, s, vt = np.linalg.svd(whole)
     assert np.abs(delta(made_one, path) - (u[:, :3] * s[:3]) @ vt[:3]).max() < 1e-5
-    assert {spec.rank for spec in made_one.specs.values()} == {3}
+    assert {spec.rank for spec in made_one.specs.values()} == {
+        2,
+        3,
+    }  # 2 where one pack has adapters
     exact = combine_packs([(a, 1.0), (b, 1.0)], tmp_path / "d", "svd", 4, base=base, **LOOSE)
     assert exact["kl_mean"] < 1e-6 and exact["kl_mean"] < 0.01 * report["kl_mean"]
 
