@@ -138,7 +138,7 @@ def folder_of_run(home: Path, name: str) -> Path:
     check_name(name)
     folder = run_folder(home / RUNS / name)
     if not folder.is_dir():
-        raise PackError(f"{folder.name}: there is no such run in {RUNS}/.", "not-found")
+        raise PackError(f"{name}: there is no such run in {RUNS}/.", "not-found")
     with file_errors(folder.name):
         links = [path.name for path in (folder, *folder.iterdir()) if path.is_symlink()]
     if links:

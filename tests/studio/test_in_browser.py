@@ -244,7 +244,7 @@ def test_a_run_is_deleted_by_its_name(home, opened, expect):
     page.get_by_role("button", name="Delete run").click()
     expect(page.get_by_role("button", name="Try the example")).to_be_visible()
     page.get_by_role("button", name="New run").click()
-    expect(page.get_by_role("heading", name="New run")).to_be_visible()
+    expect(page.get_by_role("button", name="Check")).to_be_visible()
 
 
 def test_a_table_is_dropped_and_its_columns_chosen(home, opened, expect):

@@ -77,6 +77,7 @@ class Chart {
       grid: { stroke: () => color("--grid"), width: 1 },
       ticks: { stroke: () => color("--grid"), width: 1 },
     };
+    const short = (_, values) => values.map((v) => String(Number(v.toPrecision(4))));
     const wide = (_, values) => 20 + 7 * Math.max(0, ...(values ?? []).map((v) => v.length));
     const series = this.names.map((name, i) => ({
       label: name,
@@ -90,7 +91,7 @@ class Chart {
       legend: { show: false },
       cursor: { drag: { x: false, y: false } },
       scales: { x: { time: false } },
-      axes: [{ ...axis, incrs: STEPS }, { ...axis, size: wide }],
+      axes: [{ ...axis, incrs: STEPS }, { ...axis, size: wide, values: short }],
       series: [{}, ...series],
       hooks: { setCursor: [(plot) => this.read(plot)] },
     };
