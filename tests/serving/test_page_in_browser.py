@@ -12,7 +12,7 @@ from mlx_packs import Pack, load_base
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import TextWorker
-from tests.helpers.browser import launched
+from tests.helpers.browser import launched, watched_pages
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 from tests.serving.conftest import LIMITS, serving
@@ -33,32 +33,20 @@ def browser():
 def expect(browser):
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=90_000)
     return expect
 
 
 @pytest.fixture
 def opened(browser):
-    """Open the page of a server; nothing on it may fail, or break its policy."""
-    contexts, faults = [], []
+    """Open the page of a server; nothing on it may fail, or be asked of others."""
+    with watched_pages(browser) as new_page:
 
-    def note(message) -> None:
-        if "Content Security Policy" in message.text:
-            faults.append(message.text)
+        def go(server, **options: object):
+            page = new_page(**options)
+            page.goto(server.url)
+            return page
 
-    def go(server, **options):
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(90_000)  # two busy cores took over 30 s for a click
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", note)
-        page.goto(server.url)
-        return page
-
-    yield go
-    for context in contexts:
-        context.close()
-    assert faults == []
+        yield go
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import pytest
 
 from mlx_packs.studio.access import Login, page_that_opens
 from mlx_packs.studio.app import make_app
-from tests.helpers.browser import launched
+from tests.helpers.browser import launched, watched_pages
 from tests.helpers.serving import RunningApp
 
 
@@ -46,38 +46,20 @@ def browser():
 def expect(browser):
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=60_000)
     return expect
 
 
 @pytest.fixture
 def opened(browser, studio, tmp_path):
     """Sign in by the file that packs studio opens; nothing may fail, or be asked of others."""
-    contexts, faults = [], []
-    url = f"http://127.0.0.1:{studio.port}"
+    with watched_pages(browser) as new_page:
 
-    def note(message) -> None:
-        if "Content Security Policy" in message.text:
-            faults.append(message.text)
+        def go(**options: object):
+            page = new_page(**options)
+            file = tmp_path / "open.html"
+            file.write_text(page_that_opens(studio.login.link(studio.url)))
+            page.goto(file.as_uri())
+            page.wait_for_url(f"{studio.url}/")
+            return page
 
-    def ask(request) -> None:
-        if not request.url.startswith((url, "file:", "data:")):
-            faults.append(request.url)
-
-    def go(**options):
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(60_000)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", note)
-        page.on("request", ask)
-        file = tmp_path / "open.html"
-        file.write_text(page_that_opens(studio.login.link(url)))
-        page.goto(file.as_uri())
-        page.wait_for_url(f"{url}/")
-        return page
-
-    yield go
-    for context in contexts:
-        context.close()
-    assert faults == []
+        yield go
