@@ -1,6 +1,5 @@
 """The studio as a process, with runs that train: killed, stopped, resumed in either place."""
 
-import http.client
 import json
 import os
 import signal
@@ -8,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.parse
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +20,7 @@ from mlx_packs.training.run_folder import RunFolder
 from mlx_packs.training.status import read_status
 from tests.helpers.run_folders import make_run
 from tests.helpers.serving import until
+from tests.helpers.studio import Browser, studio
 
 pytestmark = pytest.mark.slow
 
@@ -49,48 +47,6 @@ def state(home, name: str) -> str:
 def packs(home, *arguments: object) -> None:
     command = [sys.executable, "-m", "mlx_packs", *map(str, arguments)]
     subprocess.run(command, cwd=home, check=True, capture_output=True)
-
-
-class Browser:
-    """A browser that signed in by the link in a line."""
-
-    def __init__(self, line: str) -> None:
-        link = urllib.parse.urlsplit(line.split()[1])
-        self.port = link.port
-        self.cookie = {}
-        _, headers, self.first_page = self.request("GET", f"{link.path}?{link.query}")
-        self.cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
-
-    def request(self, method: str, path: str, **form: str) -> tuple[int, dict, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        headers = {**self.cookie, "Origin": f"http://127.0.0.1:{self.port}"}
-        headers["Content-Type"] = "application/x-www-form-urlencoded"
-        connection.request(method, path, urllib.parse.urlencode(form), headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, dict(answer.getheaders()), text
-
-
-class Process(Browser):
-    """A `packs studio` of its own, and the browser that signed in."""
-
-    def __init__(self, home) -> None:
-        command = [sys.executable, "-m", "mlx_packs", "studio", "--port", "0", "--no-browser"]
-        self.process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True)
-        self.process.stdout.readline()
-        super().__init__(self.process.stdout.readline())
-
-
-@contextmanager
-def studio(home):
-    running = Process(home)
-    try:
-        yield running
-    finally:
-        running.process.kill()
-        running.process.wait()
-        running.process.stdout.close()
 
 
 def test_a_killed_studio_costs_a_run_nothing(home):
