@@ -16,6 +16,11 @@ _data = partial(option, section="Model and data")
 _text = partial(_data, tasks=DECODER_TASKS)
 _column = partial(_text, metavar="COLUMN", column=True)
 
+NO_METRIC = "none"
+_EMBEDDED_METRIC = "exact"  # of the embedded data set, where none is named
+MOST_QUESTIONS = 100  # that are answered for a metric
+FOLLOWED = 5  # prompts that --sample-every answers
+
 # Arguments of transformers' apply_chat_template, and of the functions here that render.
 _RENDERER = frozenset(
     "self tools documents add_generation_prompt continue_final_message conversation chat_template "
@@ -166,6 +171,16 @@ def template_text(value: str) -> str:
 def renderer_argument(variables: Iterable[str]) -> str | None:
     """Return the first name that is an argument of the renderer, no variable of a template."""
     return next((name for name in variables if name in _RENDERER), None)
+
+
+def metric_of(name: str | None, columns: DataConfig) -> str | None:
+    """Return the metric for some data: the named one, or the embedded data set's default."""
+    if name is None:
+        is_embedded = columns.data == "tiny" and columns.hf_dataset is None
+        return _EMBEDDED_METRIC if is_embedded else None
+    if name == NO_METRIC:
+        return None
+    return name
 
 
 def _is_date(text: str) -> bool:

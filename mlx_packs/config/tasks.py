@@ -196,6 +196,7 @@ class TaskSettings(Settings):
         "training, for 100 evaluated examples at most and greedy decoding.",
         shown_default="exact for the bundled data, none otherwise",
         choices=(*ANSWER_METRICS, "none"),
+        time=True,
         tasks=_TARGETS,
     )
     sample_every: int | None = _evaluation(
@@ -205,6 +206,7 @@ class TaskSettings(Settings):
         metavar="N",
         at_least=1,
         tasks=_ANSWERING,
+        time=True,
     )
     long_rows: str = _target(
         "cut",

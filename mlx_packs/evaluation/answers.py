@@ -22,8 +22,6 @@ from ..reading import parse_json
 _SAMPLES = 3
 _MOST_AT_ONCE = 64
 _TIMES_AT_ONCE = 4
-NO_METRIC = "none"
-_EMBEDDED_METRIC = "exact"  # of the embedded data set, where none is named
 _INVALID = object()  # what a text that is not JSON parses to
 
 
@@ -78,16 +76,6 @@ METRICS: dict[str, Metric] = registered(
         "json": Metric(same_json, is_json),
     },
 )
-
-
-def metric_of(name: str | None, columns: DataConfig) -> str | None:
-    """Return the metric for some data: the named one, or the embedded data set's default."""
-    if name is None:
-        is_embedded = columns.data == "tiny" and columns.hf_dataset is None
-        return _EMBEDDED_METRIC if is_embedded else None
-    if name == NO_METRIC:
-        return None
-    return name
 
 
 @dataclass(frozen=True)

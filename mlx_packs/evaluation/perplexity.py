@@ -10,6 +10,7 @@ import numpy as np
 
 from ..adapters.trainable import compiled
 from ..bases.turns import why_no_trees
+from ..config.data import metric_of
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch, Layout
 from ..data.encoding import EncodingOptions, Examples
@@ -24,7 +25,7 @@ from ..packs.base import Base
 from ..packs.facts import answer_line
 from ..report.facts import format_number
 from ..runtime import is_traced, mx
-from .answers import AnswerReport, Exam, metric_of, questions_of
+from .answers import AnswerReport, Exam, questions_of
 from .images import encode_shown
 from .rows import EvalSettings
 from .scores import over_batches, scoring_path

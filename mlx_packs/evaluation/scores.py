@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..config.choices import METRICS
+from ..config.data import NO_METRIC
 from ..data.dataset import Batch
 from ..data.formats import Row
 from ..data.texts import TextCollate, TextGroups, texts_once
@@ -22,7 +23,6 @@ from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.facts import format_commonest
 from ..terminal import with_error
-from .answers import NO_METRIC
 from .rows import EvalSettings
 
 Metrics = Mapping[str, float | None]

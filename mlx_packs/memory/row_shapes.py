@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bases.turns import images_of
 from ..config.choices import TASKS
-from ..config.data import DataConfig
+from ..config.data import MOST_QUESTIONS, DataConfig, metric_of
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.batches import training_set
@@ -93,7 +93,11 @@ def row_shapes(
     def epoch_by_size(batch_size: int, max_seq_length: int) -> EpochSize:
         held_out = splits.rows["test"] or splits.rows["valid"]
         others = (-(-len(rows) // batch_size) for rows in (splits.rows["valid"], held_out))
-        return EpochSize(*_epoch(dataset_of(batch_size, max_seq_length), batch_size), *others)
+        questions = 0
+        if metric_of(train.metric, columns):
+            questions = min(MOST_QUESTIONS, len(held_out))
+        epoch = _epoch(dataset_of(batch_size, max_seq_length), batch_size)
+        return EpochSize(*epoch, *others, questions, float(targets.mean()))
 
     def shapes_of(train: TrainConfig) -> set[Shape]:
         return shapes_by_size(train.batch_size, train.max_seq_length)

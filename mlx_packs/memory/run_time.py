@@ -1,6 +1,6 @@
-"""Predict how long a run takes: the steps that `step_time` predicts, and its evaluations.
+"""Predict how long a run takes: its start, the steps that `step_time` predicts, its evaluations.
 
-Not counted are loading, generated answers (--metric, --sample-every) and what --cache-frozen saves.
+What --cache-frozen saves is not counted.
 """
 
 import math
@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from ..config.choices import TASKS
 from ..config.common import HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT
+from ..config.data import FOLLOWED
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..display import clock
-from .headers import Headers
+from .headers import Headers, tensor_bytes
 from .step_time import measured_steps, predict, work
 
 MEASURED = "measured here"
@@ -25,6 +26,13 @@ _EVALUATED = (0.33, 0.75)
 # Of a prediction for a base that was not timed here: graphs take 0.86 and more of what rates
 # predict, published steps of 84 tokens 2.2 (benchmarks/README.md, "Published against predicted").
 _BY_RATES = (0.86, 2.2)
+# Of a step on one token that a generated token takes: several answers are generated together, or
+# one by one and longer than expected.
+_GENERATED = (0.1, 1.0)
+# Loading, and measuring the matmul path; and by the size of the base, read from a disk.
+_START_S = (2.0, 12.0)
+_READ_BYTES_PER_S = (5e9, 0.3e9)
+_ANSWER = 40.0  # tokens of an answer, without examples
 
 
 class EpochSize(NamedTuple):
@@ -35,12 +43,16 @@ class EpochSize(NamedTuple):
         inputs: Mean inputs of a sequence, padding included.
         validation: Batches of the validation split.
         held_out: Batches of the split that the run is evaluated on.
+        questions: Held-out examples that are answered for a metric, before the run and after it.
+        answer: Mean tokens of an example that are trained on.
     """
 
     batches: int
     inputs: float
     validation: int
     held_out: int
+    questions: int = 0
+    answer: float = _ANSWER
 
 
 EpochOf = Callable[[TrainConfig], EpochSize]
@@ -75,7 +87,7 @@ class RunTime:
         """Return the range with its source, or why there is none."""
         if self.low is None:
             return f"{self.source}: {self.why}"
-        return f"{self.text()}, evaluations included; {self.source}"
+        return f"{self.text()}, start and evaluations included; {self.source}"
 
 
 def predict_run(
@@ -106,12 +118,28 @@ def predict_run(
     validations = batches // train.steps_per_eval
     validated = validations * _first(train.val_batches, epoch and epoch.validation)
     held_out = 2 * _held_out(train, batches, epoch)
+    token = predict(headers, lora, replace(train, batch_size=1, max_seq_length=2))
+    token_s = token.seconds * _generated(train, batches, epoch)
+    stored = sum(tensor_bytes(tensor, widen=False) for tensor in headers.tensors.values())
+
     bounds = []
-    for share, evaluated in zip(shares, _EVALUATED, strict=True):
+    for i, share in enumerate(shares):
         step_s = share * step.seconds
-        training_s = min(limit, step_s * (batches + evaluated * validated))
-        bounds.append(training_s + step_s * evaluated * held_out)
+        training_s = min(limit, step_s * (batches + _EVALUATED[i] * validated))
+        evaluated_s = step_s * _EVALUATED[i] * held_out
+        answers_s = share * token_s * _GENERATED[i]
+        start_s = _START_S[i] + stored / _READ_BYTES_PER_S[i]
+        bounds.append(start_s + training_s + evaluated_s + answers_s)
     return RunTime(*bounds, source, step.source)
+
+
+def _generated(train: TrainConfig, batches: int, epoch: EpochSize | None) -> float:
+    """Return the tokens of all answers: of a metric, of --sample-every, and one for the page."""
+    questions, answer = (0, _ANSWER) if epoch is None else epoch[-2:]
+    followed = 0
+    if train.sample_every is not None:
+        followed = FOLLOWED * (1 + batches // train.sample_every)
+    return answer * (2 * max(questions, 1) + followed)
 
 
 def _unknown(

@@ -9,7 +9,7 @@ import numpy as np
 from .. import runtime
 from ..adapters.trainable import Trainable
 from ..config.choices import ANSWER_METRICS, answer_metric_of
-from ..config.data import DataConfig
+from ..config.data import MOST_QUESTIONS, DataConfig, metric_of
 from ..config.lora import LoRAConfig
 from ..data.batches import evaluation_set
 from ..data.dataset import Batch, Dataset
@@ -20,7 +20,7 @@ from ..data.sampler import Draw, Sampler
 from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees, training_batches
 from ..errors import PackError
-from ..evaluation.answers import Exam, metric_of, questions_of
+from ..evaluation.answers import Exam, questions_of
 from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
 from ..evaluation.throughput import cut_prompts, measure_throughput
 from ..memory.matmul_path import generation_path
@@ -36,7 +36,6 @@ from .sample_prompt import SAMPLE_TOKENS, SamplePrompt, followed_rows, stored_sa
 from .task import Binding, Summary, Trained, summarized
 from .tokens import TokenTask, encode_phases
 
-_MOST_QUESTIONS = 100
 _PROMPT_TOKENS = 64  # of the prompt that the throughput gate completes
 
 
@@ -121,7 +120,7 @@ class CausalLMTask(TokenTask):
         None is the sample that is evaluated, in its order.
         """
         train = self.train
-        most = _MOST_QUESTIONS
+        most = MOST_QUESTIONS
         rows = list(splits.usable(split))
         if batches is None:
             rows = [rows[i] for i in np.random.RandomState(0).permutation(len(rows))]

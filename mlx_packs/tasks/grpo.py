@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..bases.tokenizer import split_thoughts
-from ..config.data import DataConfig
+from ..config.data import FOLLOWED, DataConfig
 from ..data.dataset import Batch, Dataset, FixedOrder
 from ..data.images import plain_text
 from ..data.prompts import (
@@ -50,7 +50,7 @@ from .completions import (
     random_sampler,
 )
 from .phases import PhaseData, RunPhase, encode_each, sample
-from .sample_prompt import FOLLOWED, SamplePrompt, stored_sample
+from .sample_prompt import SamplePrompt, stored_sample
 from .task import Binding, RewardFunction, Summary, Task, Trained, summarized
 from .tokens import check_trees, computes_trees, say_nothing_shared, show_shared
 

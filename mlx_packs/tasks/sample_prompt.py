@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Self
 
+from ..config.data import FOLLOWED
 from ..config.schema import TrainConfig
 from ..data.conversations import Content
 from ..data.formats import Row
@@ -15,7 +16,6 @@ from ..objectives.reference import PhaseReference
 from ..packs.base import Base
 
 SAMPLE_TOKENS = 40
-FOLLOWED = 5  # prompts that --sample-every answers
 STORED_CHARACTERS = 1000  # of each text of a sample in a manifest
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_packs import TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.config.choices import ANSWER_METRICS
-from mlx_packs.config.schema import DataConfig
+from mlx_packs.config.data import DataConfig, metric_of
 from mlx_packs.data.formats import TOKEN_FORMATS, format_of
 from mlx_packs.data.rows import read_rows
 from mlx_packs.evaluation import answers
@@ -16,7 +16,6 @@ from mlx_packs.evaluation.answers import (
     Exam,
     Question,
     answer_of,
-    metric_of,
     questions_of,
 )
 from mlx_packs.packs.facts import all_changes, answer_line

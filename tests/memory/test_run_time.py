@@ -27,7 +27,14 @@ def tiny() -> Headers:
 
 
 @pytest.fixture
-def step(monkeypatch):
+def steps_only(monkeypatch):
+    """The start and answers take no time."""
+    for name, value in {"START_S": 0.0, "GENERATED": 0.0, "READ_BYTES_PER_S": float("inf")}.items():
+        monkeypatch.setattr(run_time, f"_{name}", (value, value))
+
+
+@pytest.fixture
+def step(monkeypatch, steps_only):
     """A step takes a thousandth of a second for each token of an example, by a calibration."""
 
     def predicted(headers, lora, train) -> StepTime:
@@ -59,12 +66,24 @@ def test_examples_decide_lengths_epochs_and_validations(tiny, step):
         assert (time.low, time.source) == (None, NOT_KNOWN) and "--data" in time.why
 
 
+def test_the_start_and_all_answers_count(tiny, step, monkeypatch):
+    train = replace(RUN, sample_every=50)
+    epoch = EpochSize(30, 256.0, 3, 7, questions=10, answer=20.0)
+    without = predict_run(tiny, LORA, train, epoch)
+    for name, value in {"START_S": (2.0, 12.0), "GENERATED": (0.1, 1.0)}.items():
+        monkeypatch.setattr(run_time, f"_{name}", value)
+    time = predict_run(tiny, LORA, train, epoch)
+    tokens_s = 0.002 * 20 * (2 * 10 + 5 * 3)
+    assert time.low - without.low == pytest.approx(2 + 0.8 * 0.1 * tokens_s)
+    assert time.high - without.high == pytest.approx(12 + 1.2 * tokens_s)
+
+
 def test_a_limit_of_time_ends_the_training(tiny, step):
     time = predict_run(tiny, LORA, replace(RUN, iters=10**6, time="1m", test_batches=1))
     assert time.low == pytest.approx(60 + 0.8 * 0.257 * LEAST * 2) and time.high < 61
 
 
-def test_rates_of_a_chip_give_a_wider_range(tiny, monkeypatch):
+def test_rates_of_a_chip_give_a_wider_range(tiny, monkeypatch, steps_only):
     monkeypatch.setattr(runtime, "on_cpu", lambda: False)
     monkeypatch.setattr(chips, "_name", lambda: "Apple M3 Max")
     chips.chip_here.cache_clear()
