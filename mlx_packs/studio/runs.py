@@ -127,7 +127,7 @@ def progress_of(status: RunStatus) -> str:
         batch += f" of {status.batches:,}"
     if status.state != "training" or status.seconds_left is None or status.updated is None:
         return batch
-    left = status.seconds_left - (time.time() - status.updated)
+    left = status.seconds_left - max(0.0, time.time() - status.updated)  # a clock may go back
     return f"{batch}, {_duration(left)} left"
 
 
