@@ -329,15 +329,21 @@ MARKS = "<|start_header_id|> <|end_header_id|> [INST] [/INST] <start_of_turn> <|
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_targets_prompts_and_bos_are_those_of_a_published_template(folder, family):
-    template, end, bos, eos, takes_system = FAMILIES[family]
+def of_family(folder, family):
+    """Give a checkpoint the template and marks of a family; return its tokenizer."""
+    template, end, bos, eos, _ = FAMILIES[family]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     extra = [mark for mark in [*MARKS.split(), end] if mark not in (bos, eos)]
     tokenizer.add_special_tokens({"bos_token": bos, "eos_token": eos})
     tokenizer.add_special_tokens({"additional_special_tokens": extra})
     tokenizer.save_pretrained(folder)
-    tokenizer = loaded(folder, template)
+    return loaded(folder, template)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_targets_prompts_and_bos_are_those_of_a_published_template(folder, family):
+    _, end, bos, _, takes_system = FAMILIES[family]
+    tokenizer = of_family(folder, family)
 
     messages = [SYSTEM, *TURNS] if takes_system else TURNS
     rows = [Row("r:1", {"messages": messages})]
