@@ -172,3 +172,11 @@ def test_a_run_that_is_not_over_shows_its_answers_so_far(finished, run):
     page = (finished / "report.html").read_text(encoding="utf-8")
     assert all(answer in page for answer in ("one 0", "two 0", "one 2", "two 2"))
     assert "one 1" not in page and 'after batch <span id="answered">2</span>' in page
+
+
+def test_of_a_long_run_the_last_lines_are_read_and_all_are_kept(tmp_path):
+    lines = [{"batch": batch, "loss": 1.0} for batch in range(1, 101)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = RunFolder(tmp_path)
+    assert run.metrics(70) == lines[-2:]
+    assert run.metrics_until(90) == lines[:90] == run.metrics()
