@@ -86,6 +86,7 @@ class NewRun:
 
     presets = _PRESETS
     facts = _FACTS
+    most_bytes = MOST_BYTES
 
     def __init__(
         self, home: Path, values: Mapping[str, str], fault: PackError | None = None
@@ -137,7 +138,8 @@ class NewRun:
                     self.columns = report.get("error", {}).get("columns", [])
         except PackError as error:
             if self.columns and error.flag is None:
-                error = PackError("Choose the columns, which have other names.", "data")
+                text = "The columns have other names than expected. Choose which is which."
+                error = PackError(text)
             self._block(error)
 
         splits = self.report.get("splits", {}).values()
@@ -157,7 +159,7 @@ class NewRun:
                 self._stamp(), "train", *flags, "--show-mask", f"--rows={rows}"
             )
         except PackError as error:
-            return [{"where": row, "message": str(error), "text": ""}]
+            return [{"where": row, "message": self.text_of(error), "text": ""}]
         return report["examples"]
 
     def plan(self) -> Mapping[str, Any]:
@@ -194,7 +196,12 @@ class NewRun:
 
     def _block(self, error: PackError) -> None:
         self.fault = self.fault or error
-        self.blocked = str(error)  # without the flags of a terminal
+        self.blocked = self.text_of(error)
+
+    @staticmethod
+    def text_of(error: PackError) -> str:
+        """Return the message without the flags of a terminal."""
+        return str(error).removeprefix(f"{error.flag}: ")
 
     def _flags(self, *names: str) -> list[str]:
         return [f"{flag_of(name)}={self.values[name]}" for name in names if self.values[name]]

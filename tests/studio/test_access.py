@@ -139,7 +139,7 @@ def test_errors_are_pages(home, studio, path, status):
     make_run(home)
     (make_run(home, "damaged") / "config.json").write_text("{")
     answer = studio.request("GET", path, headers=studio.sign_in())
-    assert answer[0] == status and b"This page cannot be shown" in answer[2]
+    assert answer[0] == status and b"This did not work" in answer[2]
 
 
 def test_a_browser_is_opened_by_a_file_that_others_cannot_read(tmp_path, monkeypatch, run):

@@ -164,7 +164,7 @@ def test_columns_with_other_names_are_chosen(home, client):
         (select,) = re.findall('<select name="prompt_feature">(.*?)</select>', page)
         options = map(html.unescape, re.findall("<option.*?>(.*?)</option>", select))
         assert [*options] == ["none", MARKUP, "answer", "question"]
-        assert "Choose the columns" in page and "disabled" in page and MARKUP not in page
+        assert "Choose which is which" in page and "disabled" in page and MARKUP not in page
         assert "-feature" not in page.partition('<div class="command">')[0]
 
     values |= {"prompt_feature": "question", "completion_feature": "answer"}

@@ -169,6 +169,8 @@ function offerUpload(box) {
   });
   input.addEventListener("change", () => send(input.files[0]));
   function send(file) {
+    // a browser shows no answer before it has sent all
+    if (file.size > box.dataset.most) return setText(byId("status"), `${file.name} has more than 2 GB.`);
     const request = new XMLHttpRequest();
     const show = (isSending) => [bar, cancel].forEach((node) => (node.hidden = !isSending));
     request.upload.onprogress = ({ loaded, total }) => {
