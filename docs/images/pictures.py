@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import socket
 import subprocess
@@ -266,8 +267,81 @@ def serving(work: Path, browser: Browser) -> None:
             save_page(page, f"serving-{scheme}", full_page=True)
 
 
+# `packs train` of runs that end early: one is stopped after some batches, one diverges.
+ENDED = {"stopped": "--save-every 20", "too-fast": "--learning-rate 1e9 --iters 40"}
+
+
+def end_runs(work: Path) -> None:
+    """Train one run that is stopped after some batches, and one that diverges."""
+    for name in (*ENDED, "evening", "night"):
+        shutil.rmtree(work / "packs" / f"{name}-run", ignore_errors=True)
+    for name, options in ENDED.items():
+        command = packs("train", *options.split(), "--data", "data/reminders", "--quiet")
+        command += ["--out", f"packs/{name}"]
+        with subprocess.Popen(command, cwd=work) as run:
+            if name == "stopped":
+                while run.poll() is None and not list(work.glob("packs/stopped-run/step-*")):
+                    time.sleep(0.1)
+                run.terminate()
+
+
+@contextmanager
+def studio_page(work: Path, browser: Browser) -> Iterator[Page]:
+    """Yield the first page of `packs studio` in the folder of the work."""
+    command = packs("studio", "--no-browser", "--port", "0")
+    with subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            process.stdout.readline()
+            page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
+            page.set_default_timeout(600_000)
+            page.goto(process.stdout.readline().split()[1])
+            page.wait_for_url("**/")
+            yield page
+        finally:
+            process.terminate()
+
+
+def studio(work: Path, browser: Browser) -> None:
+    """Runs in several states, the form of a new run, and a run with its curve and answers."""
+    examples = work / "data" / "reminders"
+    if not examples.exists():
+        command = packs("data", "tiny", "--out", str(examples), "--samples", "0")
+        subprocess.run(command, check=True, capture_output=True)
+    end_runs(work)
+
+    with studio_page(work, browser) as page:
+        address = page.url
+        form = f"{address}new?model=tiny&data=data/reminders&sample_every=20&name="
+        page.goto(f"{form}evening")
+        ends = page.get_by_role("heading", name="Examples"), page.get_by_text("More settings")
+        top, bottom = ((each.bounding_box() or {"y": 0})["y"] for each in ends)
+        clip = {"x": 0, "y": top - 30, "width": 1280, "height": bottom - top + 20}
+        _save(page, work, "studio-new", clip=clip, full_page=True)
+        page.get_by_role("button", name="Start training").click()
+        page.get_by_text("after batch 80").wait_for()
+        _save(page, work, "studio-run")
+
+        page.goto(f"{form}night")
+        page.get_by_role("button", name="Start after").click()
+        page.goto(address)
+        _save(page, work, "studio-runs", full_page=True)
+        for name in ("night", "evening"):
+            page.goto(f"{address}runs/{name}")
+            page.get_by_role("button", name=re.compile("Remove|Stop")).click()
+            page.wait_for_load_state()
+
+
+def _save(page: Page, work: Path, name: str, **options: Any) -> None:
+    """Save a page with ~/models for the folder of the work."""
+    replace = """home => { for (const node of document.querySelectorAll(".sub, code"))
+        node.textContent = node.textContent.replaceAll(home, "~/models"); }"""
+    page.evaluate(replace, str(work))
+    save_page(page, name, **options)
+
+
 TERMINALS = (data, plan, leaderboard)
-PAGES = (report, serving)
+PAGES = (report, serving, studio)
 
 
 def main() -> None:

@@ -240,7 +240,7 @@ def _hold_out(splits: Splits, config: DataConfig) -> None:
 
     parts = held_out(train, config, splits.format)
     splits.rows["train"], splits.rows["valid"], note = parts
-    splits.notes.append(f"no valid examples: {note}")
+    splits.notes.append(f"no validation examples in the file: {note}")
 
 
 def held_out(rows: Rows, config: DataConfig, row_format: RowFormat) -> tuple[Rows, Rows, str]:

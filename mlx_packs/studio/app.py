@@ -30,7 +30,7 @@ from ..report.page import environment
 from ..serving.http import AccessGuard, ServerSettings, error_response, read_body
 from ..serving.page import ASKED, page, pass_on, policy_with
 from . import jobs, new_run
-from .access import CONTENT_POLICY, LOGIN, OF_RUN, POLICY, Access, Login
+from .access import CONTENT_POLICY, LOGIN, OF_RUN, POLICY, RUNS, Access, Login
 from .commands import Child, Outcome
 from .runs import live, report_page, run_page, runs_of
 from .use import COMMANDS, facts_of
@@ -144,10 +144,11 @@ class Studio:
 
     def screen(self, screen: str, request: Request) -> Response:
         outcome = self.outcome(screen)
-        if screen == "use" and outcome.state == "done":
+        chosen = request.query_params.get("pack", "")
+        is_served = not chosen or f"--pack={RUNS}/{chosen}" in outcome.command.split()
+        if screen == "use" and outcome.state == "done" and is_served:
             html = page(_template("answers.html").render(address=outcome.report["address"]))
             return _page_with(policy_with(html, POLICY[CONTENT_POLICY]), html)
-        chosen = request.query_params.get("pack", "")
         return _page(screen, outcome=outcome, chosen=chosen, **facts_of(self._home))
 
     def state(self, screen: str, _: Request) -> Response:

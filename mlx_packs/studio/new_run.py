@@ -34,8 +34,8 @@ _ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 _FILE = re.compile(r"\w[\w .()-]{0,120}")
 _PRESETS = {
     "Quick look": {"iters": "60", "rank": "8", "sample_every": "20"},
-    "Normal": {"epochs": "1", "rank": "16", "sample_every": "50"},
-    "Thorough": {"epochs": "3", "patience": "3", "rank": "16", "sample_every": "100"},
+    "Normal": {"iters": "200", "rank": "16", "sample_every": "50"},
+    "Thorough": {"iters": "600", "patience": "3", "rank": "16", "sample_every": "100"},
 }
 # The models of docs/choose.md.
 _MODELS = """
@@ -138,7 +138,7 @@ class NewRun:
                     self.columns = report.get("error", {}).get("columns", [])
         except PackError as error:
             if self.columns and error.flag is None:
-                text = "The columns have other names than expected. Choose which is which."
+                text = "Which column has the question, and which the answer? Choose them."
                 error = PackError(text)
             self._block(error)
 
@@ -200,8 +200,8 @@ class NewRun:
 
     @staticmethod
     def text_of(error: PackError) -> str:
-        """Return the message without the flags of a terminal."""
-        return str(error).removeprefix(f"{error.flag}: ")
+        """Return the message, without the name of a setting that is no field of the form."""
+        return str(error) if error.flag in _FACTS else str(error).removeprefix(f"{error.flag}: ")
 
     def _flags(self, *names: str) -> list[str]:
         return [f"{flag_of(name)}={self.values[name]}" for name in names if self.values[name]]

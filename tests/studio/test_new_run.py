@@ -69,12 +69,12 @@ def test_values_are_what_is_filled_in_after_the_change_of_a_button():
 
 
 def test_a_preset_gives_way_to_what_is_specified():
-    assert new_run.settings_of({}) == {"epochs": "1", "rank": "16", "sample_every": "50"}
+    assert new_run.settings_of({}) == {"iters": "200", "rank": "16", "sample_every": "50"}
     named = {"preset": "Quick look", "rank": "4", "epochs": "2"}
     assert new_run.settings_of(named) == {"epochs": "2", "rank": "4", "sample_every": "20"}
     assert new_run.settings_of({"task": "classify"}) == {
         "task": "classify",
-        "epochs": "1",
+        "iters": "200",
         "rank": "16",
     }
     assert new_run.settings_of({"preset": MARKUP, "iters": "9"})["iters"] == "9"
@@ -164,7 +164,7 @@ def test_columns_with_other_names_are_chosen(home, client):
         (select,) = re.findall('<select name="prompt_feature">(.*?)</select>', page)
         options = map(html.unescape, re.findall("<option.*?>(.*?)</option>", select))
         assert [*options] == ["none", MARKUP, "answer", "question"]
-        assert "Choose which is which" in page and "disabled" in page and MARKUP not in page
+        assert "Choose them." in page and "disabled" in page and MARKUP not in page
         assert "-feature" not in page.partition('<div class="command">')[0]
 
     values |= {"prompt_feature": "question", "completion_feature": "answer"}

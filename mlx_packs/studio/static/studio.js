@@ -128,7 +128,8 @@ function followRun({ name, state }) {
   follow(async () => {
     const news = await get(`/runs/${name}/lines?${new URLSearchParams(from)}`);
     const isFirstAnswer = byId("answered") === null && news.answered !== null;
-    if (news.state !== state || isFirstAnswer) location.reload();
+    const isFirstNow = !answers.length && news.answered > 0 && news.answers.length > 0;
+    if (news.state !== state || isFirstAnswer || isFirstNow) location.reload();
 
     if (news.whole) points = {};
     for (const [key, [batches, values]] of Object.entries(news.series)) {
@@ -206,4 +207,7 @@ if (copy) {
 if (byId("runs")) followRuns();
 if (byId("work")?.dataset.state === "working") followWork(byId("work"));
 if (byId("run")) followRun(byId("run").dataset);
+for (const card of document.querySelectorAll("[name=preset]")) {
+  card.addEventListener("change", () => byId("new").requestSubmit(byId("update")));
+}
 if (byId("upload")) offerUpload(byId("upload"));
