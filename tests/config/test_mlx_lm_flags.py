@@ -71,7 +71,7 @@ class Recorded(dict):
 def recipe_of(*args: str, under=()):
     """The recipe that `packs train ARGS` resolves to."""
     params = command.make_context("train", list(args)).params
-    own = {"configs", "force", "show_mask", "rows", "as_json", "verbose", "quiet"}
+    own = {"configs", "force", "show_mask", "rows", "as_json", "verbose", "quiet", "opens"}
     flags = {k: v for k, v in params.items() if v is not None and k not in own}
     return resolve(flags, under=under)
 
