@@ -21,7 +21,7 @@ def packed(home, shared_tiny):
 def start_answering(page, expect) -> None:
     page.get_by_role("link", name="Use").click()
     page.get_by_label("Pack tickets").check()
-    page.get_by_label("Keep answers").check()
+    page.get_by_label("Let me rate").check()
     page.get_by_role("button", name="Start answering").click()
     expect(page.get_by_role("heading", name="Compare packs")).to_be_visible()
     expect(page.locator(".column")).to_have_count(2)
