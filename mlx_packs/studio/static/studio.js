@@ -128,8 +128,7 @@ function followRun({ name, state }) {
   follow(async () => {
     const news = await get(`/runs/${name}/lines?${new URLSearchParams(from)}`);
     const isFirstAnswer = byId("answered") === null && news.answered !== null;
-    const isFirstNow = !answers.length && news.answered > 0 && news.answers.length > 0;
-    if (news.state !== state || isFirstAnswer || isFirstNow) location.reload();
+    if (news.state !== state || isFirstAnswer) location.reload();
 
     if (news.whole) points = {};
     for (const [key, [batches, values]] of Object.entries(news.series)) {
@@ -143,7 +142,7 @@ function followRun({ name, state }) {
 
     setText(byId("progress"), news.progress);
     setText(byId("answered"), String(news.answered));
-    answers.forEach((node, i) => setText(node, news.answers[i] || "(nothing)"));
+    if (news.answered) answers.forEach((node, i) => setText(node, news.answers[i] || "(nothing)"));
     if (byId("done")) byId("done").value = news.batch ?? 0;
     // in steps, since a screen reader speaks each change
     const tenths = Math.floor((10 * news.batch) / news.batches);
