@@ -1,8 +1,8 @@
 """Several packs of one base into one: linear, SVD, TIES, DARE; compared before it is written.
 
-The combined values are deltas D_i = scale * (A B)^T of whole modules, never A and B apart. A linear
-sum of low-rank deltas is low-rank itself and kept exactly; what the other methods make is not, and
-becomes the nearest pack of the requested rank (Eckart and Young, by SVD).
+The combined values are deltas D_i = scale * (A B)^T of whole modules. A linear sum of low-rank
+deltas is low-rank itself: it is kept exactly, or reduced from its factors. What TIES and DARE make
+is not, and becomes the nearest pack of the requested rank (Eckart and Young, by SVD).
 """
 
 import math
@@ -253,20 +253,19 @@ class _Combination:
         A sum has factors already, whose delta need not be made.
         """
         total = weighted_sum(self.packs) if METHODS[self.method] is linear else None
+        factors = total.load_tensors() if total else {}
         specs = {}
         tensors = {}
         for path, make_delta in self.deltas.items():
             spec = next(p.specs[path] for p, _ in self.packs if path in p.specs)
             if total:
-                a, b = read_factors(total.specs[path], total.load_tensors())
-                a, b = _of_rank(factors_of_rank, a, b, rank=rank)
+                pair = read_factors(total.specs[path], factors)
+                a, b = _of_rank(factors_of_rank, *pair, rank=rank)
             else:
                 a, b = _of_rank(partial(principal_factors, scale=1.0), make_delta(), rank=rank)
 
-            actual_rank = a.shape[-1]
-            part = SliceSpec(
-                path.rpartition(".")[2], spec.out_features, actual_rank, float(actual_rank)
-            )
+            name, r = path.rpartition(".")[2], a.shape[-1]
+            part = SliceSpec(name, spec.out_features, r, float(r))
             specs[path] = replace(spec, slices=(part,))
             tensors |= name_factors(specs[path], a, b)
         return specs, tensors
