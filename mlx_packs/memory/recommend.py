@@ -395,9 +395,9 @@ def _option(request: PlanRequest, method: str, train: TrainConfig) -> PlanOption
 
 def _described(request: PlanRequest, option: PlanOption) -> PlanOption:
     """Return an option with what was reduced for it."""
-    wanted = {**vars(request.lora), **vars(request.train), "recompute": request.train.recomputes}
+    asked = {**vars(request.lora), **vars(request.train), "recompute": request.train.recomputes}
     has = {**vars(option.lora), **vars(option.train), "recompute": option.train.recomputes}
-    changes = {name: has[name] for name in REDUCED if wanted[name] not in ("auto", has[name])}
+    changes = {name: has[name] for name in REDUCED if asked[name] not in ("auto", has[name])}
     return replace(option, why=_why(request, option), changes=changes)
 
 

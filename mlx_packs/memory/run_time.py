@@ -135,7 +135,7 @@ def predict_run(
 
 def _generated(train: TrainConfig, batches: int, epoch: EpochSize | None) -> float:
     """Return the tokens of all answers: of a metric, of --sample-every, and one for the page."""
-    questions, answer = (0, _ANSWER) if epoch is None else epoch[-2:]
+    questions, answer = (epoch.questions, epoch.answer) if epoch else (0, _ANSWER)
     followed = 0
     if train.sample_every is not None:
         followed = FOLLOWED * (1 + batches // train.sample_every)

@@ -219,7 +219,7 @@ def thinned(series: Points, most: int = MOST_POINTS) -> Points:
 
 
 def extremes(points: Points, most: int) -> Points:
-    """Return at most so many points of a series: the extremes of neighbouring points."""
+    """Return at most ``most`` points of a series: the extremes of neighbouring points."""
     if len(points) <= most:
         return points
     size = math.ceil(len(points) / (most // 2))

@@ -103,7 +103,7 @@ class Child:
                 time.sleep(_POLL_S)
 
     def stop(self, patience: float = _END_S) -> None:
-        """End the command, and wait for it; kill it after so many seconds."""
+        """End the command, and wait for it; kill it after ``patience`` seconds."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)

@@ -199,7 +199,7 @@ class RunFolder:
     def samples(self, most: float = DOCUMENT_BYTES) -> list[dict]:
         """Return the lines of samples.jsonl: batch, prompt, expected (or None) and answer.
 
-        They are those of its last ``most`` bytes.
+        Only its last ``most`` bytes are read.
         """
         kinds = {"prompt": str, "answer": str, "expected": str | None}
         return [

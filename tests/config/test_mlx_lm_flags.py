@@ -71,8 +71,8 @@ class Recorded(dict):
 def recipe_of(*args: str, under=()):
     """The recipe that `packs train ARGS` resolves to."""
     params = command.make_context("train", list(args)).params
-    own = {"configs", "force", "show_mask", "rows", "as_json", "verbose", "quiet", "opens"}
-    flags = {k: v for k, v in params.items() if v is not None and k not in own}
+    other = {"configs", "force", "show_mask", "rows", "as_json", "verbose", "quiet", "opens"}
+    flags = {k: v for k, v in params.items() if v is not None and k not in other}
     return resolve(flags, under=under)
 
 
