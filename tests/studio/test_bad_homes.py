@@ -38,6 +38,7 @@ def test_10_000_runs_are_listed_soon(home, studio):
             (home / "packs" / f"n{number}-run").mkdir()
         else:
             make_run(home, f"n{number}", losses(*range(10, 600, 10)), batch=600, batches=600)
+
     signed = studio.sign_in()
     seconds = {}
     for name, ask in {
@@ -48,6 +49,7 @@ def test_10_000_runs_are_listed_soon(home, studio):
         start = time.process_time()
         ask()
         seconds[name] = time.process_time() - start
+
     print("CPU seconds with 10,000 runs:", {k: round(v, 2) for k, v in seconds.items()})
     assert b"9,800 older runs" in studio.request("GET", "/", headers=signed)[2]
     assert max(seconds.values()) < 10
@@ -79,6 +81,7 @@ def test_a_home_without_write_access_shows_runs_and_starts_none(home):
     before = sorted(home.rglob("*"))
     for path in (home, *before):
         path.chmod(0o555)
+
     with studio(home, None, obey_permissions) as running:
         assert "tickets" in running.request("GET", "/")[2]
         for path, body in (
@@ -89,6 +92,7 @@ def test_a_home_without_write_access_shows_runs_and_starts_none(home):
             status, _, text = running.request("POST", path, body)
             print(path, status, text[-300:])
             assert status == 507 and "cannot be written (Permission denied)" in text
+
     assert sorted(home.rglob("*")) == before
     for path in (home, home / "packs"):
         path.chmod(0o755)

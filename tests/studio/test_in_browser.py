@@ -234,10 +234,12 @@ def test_a_run_is_deleted_by_its_name(home, opened, expect):
     page = opened()
     page.get_by_role("link", name="old").click()
     page.get_by_text("Delete run").first.click()
+
     name = page.get_by_label("type its name")
     name.fill("new")
     page.get_by_role("button", name="Delete run").click()
     expect(page.get_by_text("another name was typed")).to_be_visible()
+
     page.go_back()
     page.get_by_text("Delete run").first.click()
     name.fill("old")
@@ -256,10 +258,12 @@ def test_a_table_is_dropped_and_its_columns_chosen(home, opened, expect):
         " data.items.add(new File([text], 'table.csv')); return data }",
         text,
     )
+
     page.dispatch_event("#upload", "drop", {"dataTransfer": files})
     page.get_by_label("Column with the prompt").select_option("question")
     page.get_by_label("Column with the completion").select_option("answer")
     page.get_by_role("button", name="Check again").click()
+
     expect(page.locator("mark").first).to_contain_text("it is")
     expect(page.get_by_role("button", name="Start training")).to_be_enabled()
     page.get_by_role("button", name="Choose other columns").click()

@@ -262,12 +262,14 @@ def test_what_is_not_deleted(home, name, typed):
         make_run(home, each, checkpoint=10)
     for each in ("tickets", "linked", "waits"):
         packed(home, each)
+
     (home / "packs" / "pack-is-a-link").symlink_to(packed(home, "kept"))
     (home / "packs" / "link-run").symlink_to(outside)
     (home / "packs" / "linked-run" / "inner").symlink_to(outside)
     (home / "packs" / "stranger-run").mkdir()
     (home / "packs" / "stranger-run" / "diary.txt").touch()
     (home / "packs" / "waits-run" / "waiting.json").write_text("{}")
+
     before = sorted(home.rglob("*"))
     with pytest.raises(PackError):
         jobs.delete(home, name, typed, with_pack=True)

@@ -182,12 +182,14 @@ def test_a_rate_that_is_far_too_high_fails_and_is_tried_again(home, signed_in, e
         fill(page, iters=30, learning_rate="1e9", name="mine")
         page.get_by_role("button", name="Start training").click()
         end_state(page, expect, "failed")
+
         message = page.locator("section.failed p.text").text_content()
         print("the message:", message)
         page.get_by_role("link", name="Change --learning-rate and try again").click()
         field = page.get_by_label("learning rate", exact=True)
         expect(field).to_be_visible()
         expect(field).to_have_value("1e+09")
+
         fill(page, learning_rate="1e-4", name="again")
         page.get_by_role("button", name="Start training").click()
         end_state(page, expect)
