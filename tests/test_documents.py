@@ -206,7 +206,7 @@ def runs_here(document: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("document", [guide for guide in GUIDES if runs_here(guide)])
 def test_commands_and_python_run_on_the_tiny_base(document, material, here, run, monkeypatch):
-    monkeypatch.setattr(causal_lm, "_MOST_QUESTIONS", 2)
+    monkeypatch.setattr(causal_lm, "MOST_QUESTIONS", 2)
     shutil.copytree(material, here, dirs_exist_ok=True)
     python = "\n".join(text for _, text in documents.read(document).blocks("python"))
     names: dict = {}
