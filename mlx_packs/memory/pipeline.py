@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ..bases.families import SPLITTABLE
 from ..bases.precision import activation_bytes
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
@@ -153,7 +154,8 @@ def _ways(
         yield "data-parallel", cheapest(headers, lora, share)
 
     blocks = 0
-    if plan_of(headers.config) == "dense":
+    family = headers.config["model_type"]
+    if family in SPLITTABLE and plan_of(headers.config) == "dense":
         blocks = sizes_of(headers.config, headers.tensors).blocks
     for stages in range(2, min(count, blocks) + 1):
         yield f"pipeline {stages}", cheapest(headers, lora, train, of_stages(stages))

@@ -9,9 +9,9 @@ from mlx.utils import tree_flatten
 
 from mlx_packs import LoRAConfig, TrainConfig, load_base
 from mlx_packs.adapters.attach import attach
+from mlx_packs.bases.families import SPLITTABLE
 from mlx_packs.distributed.group import Group
 from mlx_packs.extras.pipeline.adapters import (
-    FAMILIES,
     PipelinedAdapters,
     check_in_blocks,
     check_splittable,
@@ -36,7 +36,7 @@ def stage(rank: int, size: int = 2) -> Stages:
     return Stages(Group(SimpleNamespace(rank=lambda: rank, size=lambda: size)))
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mistral"])  # a name of llama
+@pytest.mark.parametrize("family", [f for f in SPLITTABLE if f != "mistral"])  # a name of llama
 def test_the_stages_of_a_base_compute_what_it_computes(family):
     base = family_base(family)
     attached = attach(base, LORA)

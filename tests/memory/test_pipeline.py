@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from mlx_packs import LoRAConfig, TrainConfig, runtime
 from mlx_packs.cli.plan import plan
+from mlx_packs.memory import pipeline
 from mlx_packs.memory.estimate import check_least, estimate, least
 from mlx_packs.memory.pipeline import estimate_stage, of_stages, plan_machines, stage_headers
 from mlx_packs.memory.read import describe, read_headers
@@ -63,6 +64,14 @@ def test_the_simplest_way_that_fits_is_needed(large):
         assert plan_machines(large, between, LORA, TRAIN, 4).needed == "data-parallel"
         assert "--pipeline" in split.line()
         assert plan_machines(large, 3 * GB, LORA, TRAIN, 2).needed == "none"
+
+
+def test_a_family_that_cannot_be_split_is_offered_no_pipeline(large, monkeypatch):
+    monkeypatch.setattr(pipeline, "SPLITTABLE", ())
+    assert list(plan_machines(large, 3 * GB, LORA, TRAIN, 2).plans) == [
+        "one machine",
+        "data-parallel",
+    ]
 
 
 def test_a_run_that_only_a_pipeline_holds_fits(monkeypatch):

@@ -6,6 +6,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ...adapters.trainable import Trainable, TrainableWrapper
+from ...bases.families import SPLITTABLE
 from ...bases.geometry import Heads, select_targets
 from ...config.lora import LoRAConfig
 from ...display import Display, size
@@ -20,12 +21,6 @@ from .stage import RemoteBlock, RemoteEmbedding, RemoteHead, Stages
 if TYPE_CHECKING:
     from ...bases.model import BaseModel
 
-# Families whose forward pass is: embedding, blocks that pass on one array, norm, head.
-# tests/extras/test_pipeline.py splits a model of each.
-FAMILIES = (
-    *("qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text", "olmo2", "phi3"),
-    *("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"),
-)
 _TABLE = "model.embed_tokens"
 _HEAD = "lm_head"
 
@@ -60,10 +55,10 @@ class PipelinedAdapters(TrainableWrapper):
 def check_splittable(base: "BaseModel", stages: int) -> None:
     """Raise a PackError unless a family is known to pass one array on, and has enough blocks."""
     family = base.config["model_type"]
-    if family not in FAMILIES:
+    if family not in SPLITTABLE:
         raise PackError(
             f"--pipeline: the blocks of {base.name}, a {family}, cannot be split over ranks. Those "
-            f"of {', '.join(FAMILIES)} can.",
+            f"of {', '.join(SPLITTABLE)} can.",
             "unsupported",
             "pipeline",
         )
