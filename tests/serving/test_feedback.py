@@ -23,6 +23,7 @@ from tests.helpers.serving import Running, until
 
 QUESTION = "Where is the door?"
 PROMPT = [{"role": "user", "content": QUESTION}]
+BODY = {"model": "notes", "messages": PROMPT, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_ratings_and_corrections_become_rows(server, folder):
 
 def test_streams_and_each_choice_can_be_rated(server, folder):
     text = content(server.chat("notes", QUESTION))
-    body = {"model": "notes", "messages": PROMPT, "temperature": 0, "max_tokens": 12, "n": 2}
+    body = {**BODY, "max_tokens": 12, "n": 2}
     events = list(server.events("/v1/chat/completions", {**body, "stop": text[len(text) // 2 :]}))
     for index in range(2):
         assert rate(server, events[0], index=index, rating="down")[0] == 200
@@ -140,7 +141,7 @@ def test_what_cannot_be_kept_is_rejected_and_nothing_is_written(server, folder, 
         assert status == code and named in message, said
 
     for value in ("NaN", "[" * 120 + "]" * 120):  # `packs learn` could not read the row
-        body = json.dumps({"model": "notes", "messages": PROMPT, "max_tokens": 2})
+        body = json.dumps({**BODY, "max_tokens": 2})
         body = f'{body[:-1]}, "chat_template_kwargs": {{"unused": {value}}}}}'.encode()
         _, _, text = server.request("POST", "/v1/chat/completions", body)
         status, message = rejected(server, parse_json(text.decode()), rating="down")
