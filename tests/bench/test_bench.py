@@ -135,6 +135,7 @@ def keys_of(value, prefix="") -> set[str]:
     return keys.union(*(keys_of(v, f"{prefix}{key}.") for key, v in value.items()), set())
 
 
+@pytest.mark.slow
 def test_the_record_has_both_sides_of_every_shape(benched):
     written = json.loads((benched[1] / "r.json").read_text())
     assert written["format"] == "mlx_packs bench 1" and written["calibrated"] is True

@@ -149,6 +149,7 @@ def test_bad_rows_of_other_files_are_listed(here, report_of, name, content, bad)
     assert tuple(listed[key] for key in ("where", "line", "reason", "text")) == bad
 
 
+@pytest.mark.slow
 def test_bad_rows_are_told_while_others_are_read(here, monkeypatch):
     rows = [chat(f"Say {i}.", "Yes.") for i in range(3000)]
     write_rows(here / "d", train=[rows[0], {"text": "x"}, *rows], valid=rows[:1])

@@ -64,6 +64,7 @@ def test_the_base_is_loaded_or_named_or_the_packs_own(two_packs, tmp_path, monke
         combine_packs(weighted, tmp_path / "x", base=loaded, **LOOSE)
 
 
+@pytest.mark.slow
 def test_packs_of_another_task_are_compared_on_texts(two_packs, tmp_path):
     base, *packs = two_packs
     pairs = [{"anchor": "a", "positive": "b"}] * 4

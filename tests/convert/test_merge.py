@@ -116,6 +116,7 @@ def test_a_quantized_base_becomes_dense(mode, with_pack, tmp_path):
     assert layout(tmp_path / "out") == layout(with_pack("dense")[0])
 
 
+@pytest.mark.slow
 def test_a_quantized_base_takes_more_bits_where_it_changes(with_pack, tmp_path):
     base, pack = with_pack("nf4")
     report = merged(pack, base, tmp_path / "out", requantize="affine8")
@@ -138,6 +139,7 @@ def test_merge_quantizes_a_dense_base_and_shrinks_an_8_bit_one(with_pack, tmp_pa
     assert np.isfinite(logits(load_base(tmp_path / "less"))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requantize", slow_except(["none", "same"], "same"))
 def test_merge_into_a_base_that_was_quantized_on_loading(requantize, with_pack, tmp_path):
     dense, _ = with_pack("dense")
@@ -284,6 +286,7 @@ def test_nan_in_the_pack_stops_the_merge(faint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_mxfp8_is_not_written_and_says_what_is(tmp_path):
     folder = write_checkpoint(tmp_path / "base")
     model, config = model_of("qwen3", **SIZES)

@@ -45,6 +45,7 @@ def test_a_merge_needs_a_few_blocks_of_memory(requantize, tmp_path):
     assert peak < nbytes / 3 + FIXED_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "requantize"), slow_except([(4, "none"), (None, "affine8")], (4, "none"))
 )

@@ -12,6 +12,7 @@ from tests.helpers.encoders import all_pairs, all_rankings, write_pairs
 from tests.helpers.variants import slow_except
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", slow_except(["embedding", "rerank"], "embedding"))
 def test_merge_reports_the_drift_of_what_the_pack_is_for(tmp_path, run, task):
     base = write_decoder(tmp_path / "base", tie_word_embeddings=False)

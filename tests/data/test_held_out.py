@@ -48,6 +48,7 @@ def scored_first(monkeypatch):
     assert fit.scores[0] == before != fit.scores[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scored_first")
 def test_a_run_evaluates_a_sample_says_so_and_resumes_with_it(tmp_path, monkeypatch):
     """Before and after are of the same examples, whose number and that of all are recorded."""

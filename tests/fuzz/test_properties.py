@@ -46,6 +46,7 @@ def reads(function, *args) -> object:
         return None
 
 
+@settings(max_examples=20)  # which take half a second to draw
 @given(st.lists(st.dictionaries(st.text(max_size=8), JSON, max_size=3), min_size=1, max_size=3))
 def test_rows_are_read_as_they_are_written(tmp_path, values):
     file = tmp_path / "rows.jsonl"

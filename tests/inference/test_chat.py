@@ -25,6 +25,7 @@ def packs(shared_tiny, tmp_path, monkeypatch):
         random_pack(shared_tiny, seed, 4, ()).save(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [{}, {"repetition_penalty": 1.5}], ids=str)
 def test_a_conversation_is_what_its_messages_are_alone(small_tiny, monkeypatch, penalty):
     """Keys and values of earlier turns are used again, and change nothing; a penalty sees them."""

@@ -20,6 +20,7 @@ PROMPTS = (
 )
 
 
+@pytest.mark.slow
 def test_complete_batch_gives_the_text_of_each_prompt_alone(small_tiny):
     """Five ragged prompts, completions of four lengths; two at a time, each slot is used again."""
     prompts = [small_tiny.tokenizer.encode(text) for text in PROMPTS]

@@ -212,6 +212,7 @@ def test_a_gain_wins_beyond_two_errors(gain, error, rows, is_won, is_lost):
     assert (comparison.is_above(2.0), not comparison.is_above(-2.0)) == (is_won, is_lost)
 
 
+@pytest.mark.slow
 def test_a_candidate_continues_the_served_pack(base, folder, tmp_path, run, rejected):
     pack = random_pack(base, 3, 4, ("q_proj", "v_proj"), size=0.02)
     start = pack.save(tmp_path / "start")
@@ -229,6 +230,7 @@ def test_a_candidate_continues_the_served_pack(base, folder, tmp_path, run, reje
     own.pack_of(0).verify()  # a copy: the pack itself may go
 
 
+@pytest.mark.slow
 def test_a_candidate_has_the_quantization_and_the_template_of_what_it_continues(tmp_path):
     model = saved_base(small_base(), tmp_path / "base")
     train = {"iters": 1, "quantize": "nf4", "val_batches": 0, "max_seq_length": 64}

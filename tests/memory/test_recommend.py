@@ -37,6 +37,7 @@ def learned(option: PlanOption) -> tuple:
     return option.lora.rank, option.train.max_seq_length, option.method != "qlora"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", ["small", "qwen3-4b"])
 def test_more_memory_never_recommends_less(name, device):
@@ -236,6 +237,7 @@ def test_several_models_are_planned_in_one_call(run, tmp_path):
     assert out.count("run     not known: ") == 2 and fault.startswith("no plan ")
 
 
+@pytest.mark.slow
 def test_several_models_that_do_not_fit_or_are_wrong(run, rejected, tmp_path):
     write_headers(tmp_path / "small", dense_headers("small"))
     two = ("--model", "tiny", "--model", tmp_path / "small")
@@ -250,6 +252,7 @@ def test_seeds_are_in_the_command(run):
     assert run("plan", "--seeds", "3")[1].splitlines()[-1].endswith("--seeds 3 --out DIR")
 
 
+@pytest.mark.slow
 def test_the_base_is_on_disk_where_nothing_else_fits():
     kinds = {option.kind: option.fit for option in recommend(dense_headers("qwen3-4b"), int(4e9))}
     assert kinds["lora-fp32 on disk"] == "fits" and kinds["lora-fp32"] == "no"

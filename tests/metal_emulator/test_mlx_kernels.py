@@ -105,7 +105,7 @@ def error(source: str, rows: int, width: int, outputs: int, dtype: mx.Dtype, **m
     return (mx.abs(y.astype(mx.float32) - product).max() / mx.abs(product).max()).item()
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dtype", slow_except(BOUNDS, mx.bfloat16), ids=str)
 @pytest.mark.parametrize(
     ("source", "sizes"),
     [(QMV, (3, 320, 12)), (QMV, (3, 320, 6)), (QMM, (33, 128, 40))],

@@ -59,6 +59,7 @@ def test_the_probe_finds_gradients_that_do_not_reach_the_prefix(monkeypatch):
     assert why_not_shared(attached.model, head, 128).startswith("its gradient is off")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

@@ -130,6 +130,7 @@ FORMATS += [("affine", "quantized"), ("mxfp4", "quantized")]
 OFTEN = [("dense", "transient"), ("nf4", "transient"), ("affine", "quantized")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "path"), slow_except(FORMATS, *OFTEN))
 def test_the_step_on_every_format_is_bit_identical(kind, path, tmp_path):
     def prepare(base):

@@ -7,20 +7,21 @@ from mlx.utils import tree_flatten
 
 from mlx_packs.ops import nf4
 from mlx_packs.runtime import mx
-from tests.helpers.variants import nightly_except
+from tests.helpers.variants import nightly_except, slow_except
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 
 
 def by_dtype(cases: Iterable, some: Iterable) -> list:
-    """Each case in each dtype; those in half precision are nightly, but for some.
+    """Each case in each dtype: some in the default suite, all in float32 slow, the rest nightly.
 
     Half precisions differ from float32 in how numbers are read and written.
     """
     cases = list(cases)
-    quick = [(mx.float32, case) for case in cases] + [(d, case) for d in DTYPES for case in some]
-    every = [(dtype, case) for dtype in DTYPES for case in cases]
-    return nightly_except(every, *quick, often_is=())
+    default = [(dtype, case) for dtype in DTYPES for case in some]
+    slow = [(mx.float32, case) for case in cases if case not in some]
+    nightly = [(d, case) for d in DTYPES[1:] for case in cases if case not in some]
+    return [*default, *slow_except(slow), *nightly_except(nightly)]
 
 
 def output_and_gradients(function: Callable, arrays: list[mx.array]) -> list[mx.array]:

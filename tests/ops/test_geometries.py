@@ -7,8 +7,10 @@ import pytest
 from mlx_packs.ops import grouped_lora_kernel, lora_qmv_kernel, multi_lora_kernel, nf4_kernel
 from mlx_packs.runtime import mx
 from tests.helpers.emulation import emulation
-from tests.helpers.variants import nightly_except, slow_except
+from tests.helpers.variants import nightly_except
 from tests.ops.cases import DTYPES, quantized_weight
+
+pytestmark = pytest.mark.slow
 
 # hidden, FFN, query heads x 128, KV heads x 128
 MODELS = {
@@ -36,11 +38,12 @@ def check_launches(built) -> None:
             assert report.threadgroup_bytes <= 20480, "two groups must fit into a core"
 
 
-@pytest.mark.parametrize("language", slow_except(["metal", "cuda"], "metal"))
+@pytest.mark.parametrize("language", ["metal", "cuda"])
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *slow_except([*((n, (16,)) for n in MODELS), ("qwen3_4b", (64,))], ("qwen3_4b", (16,))),
+        *((model, (16,)) for model in MODELS),
+        ("qwen3_4b", (64,)),
         *nightly_except([("qwen3_4b", RANKS)]),
     ],
 )
@@ -57,8 +60,8 @@ def test_grouped_lora_compiles_at_every_geometry_and_rank(name, ranks, language)
         check_launches(built)
 
 
-@pytest.mark.parametrize("language", slow_except(["metal", "cuda"], "metal"))
-@pytest.mark.parametrize("name", slow_except(MODELS, "qwen3_4b"))
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+@pytest.mark.parametrize("name", MODELS)
 def test_other_kernels_compile_at_every_geometry(name, language):
     with emulation(language, compile_only=True) as built:
         for depth, widths in groups(name):

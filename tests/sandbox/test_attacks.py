@@ -80,6 +80,7 @@ def hostile_tokenizer(tmp_path, name: str) -> tuple[Path, dict]:
     return file.parent, json.loads(file.with_name("config.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_tokenizer_is_bounded(tmp_path, small_limits, name):
     folder, config = hostile_tokenizer(tmp_path, name)

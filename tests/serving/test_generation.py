@@ -57,6 +57,7 @@ def test_texts_of_a_batch_are_those_of_each_request_alone(expected, generator, s
     assert generator.counts == (0, 0)
 
 
+@pytest.mark.slow
 def test_requests_in_flight_end_with_the_pack_they_began_with(generator, shelf, small_tiny):
     prompt = raw_prompt(small_tiny, "It was a fine day when Emma")
     expected = [alone(small_tiny, shelf, name, prompt, 40) for name in ("notes", "law")]

@@ -92,6 +92,7 @@ def test_scores(tmp_path):
     assert prediction.to_json().keys() == {"score"} and abs(prediction.label - 2) < 1
 
 
+@pytest.mark.slow
 def test_labels_on_a_scale(tmp_path):
     """The head has a row fewer than labels, and the pack knows the scale, exported and back."""
     train = settings(ordinal=True, calibrate=True, iters=30)
@@ -115,6 +116,7 @@ def test_labels_on_a_scale(tmp_path):
     assert Pack.open(tmp_path / "i").manifest["classifier"] == pack.manifest["classifier"]
 
 
+@pytest.mark.slow
 def test_a_classifier_follows_texts_and_other_labels(tmp_path):
     """Phases of one run: completions, some labels, and others."""
     texts = [chat(f"Say {word}.", f"{word}.") for word in ("red", "blue", "green")] * 4

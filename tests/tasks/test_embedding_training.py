@@ -343,6 +343,7 @@ def decoder_run(embedder, pair_data, tmp_path_factory):
     return train_pack(embedder, str(pair_data["pairs"]), LoRAConfig(rank=16), train, out)
 
 
+@pytest.mark.slow
 def test_prompt_goes_before_anchors_alone_and_into_the_pack(decoder_run, embedder):
     report = decoder_run.report
     assert report["mrr_at_10_after"] > report["mrr_at_10_before"] + 0.2

@@ -80,6 +80,7 @@ def test_evaluation_is_that_of_the_run(run, head, trained, folder, data):
     assert code == 0 and json.loads(out)["pack"] == report.pack
 
 
+@pytest.mark.slow
 def test_pack_scores_by_its_own_instruction_while_it_is_active(trained, folder, data, tmp_path):
     train = settings(head="lm", iters=1, test_batches=1)
     other = train_pack(folder, str(data), LORA, train, tmp_path / "other").pack
@@ -117,6 +118,7 @@ def test_it_learns_to_rank(head, folder, tmp_path):
     assert report["mrr_at_10_after"] > max(0.8, report["mrr_at_10_before"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", slow_except(["listnet", "ranknet", "margin", "auto"], "auto"))
 def test_each_loss_trains_on_labels_and_quantized_bases(head, folder, tmp_path, loss):
     data = write_pairs(tmp_path / "rows", all_labelled(), 16)

@@ -218,6 +218,7 @@ def test_steps_ahead_of_an_overflow_change_no_byte(checkpoint, monkeypatch):
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("held_out", "fault"),
     [([f"{LARGE} a"], "forward pass"), (["a b", f"{LARGE} a"], "held-out examples")],

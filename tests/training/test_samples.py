@@ -96,6 +96,7 @@ def test_a_resumed_run_has_each_line_once(sampled, monkeypatch):
     assert FILE.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
 def test_samples_that_are_asked_for_later_begin_with_the_base(sampled, monkeypatch):
     first = read_samples(sampled("whole").run)[:5]
     with monkeypatch.context() as patch:
@@ -124,6 +125,7 @@ def test_a_file_that_cannot_be_written_is_a_note(sampled, train, monkeypatch):
     assert len(notes) == 4 and "No space left" in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["dpo", "kto", "grpo"])
 def test_tasks_with_completions_have_samples(task, here):
     rows = [(rated if task == "kto" else preference)(i) for i in range(12)]
@@ -162,6 +164,7 @@ def test_samples_need_validation_examples(train, here):
         train(data="e", sample_every=2)
 
 
+@pytest.mark.slow
 def test_a_base_on_disk_takes_no_samples(small_folder, here):
     write_rows(here / "d", train=ROWS, valid=SIX)
     display = Lines()

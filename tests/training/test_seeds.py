@@ -112,6 +112,7 @@ def test_mean_and_standard_error_are_of_numbers_that_all_have():
     )
 
 
+@pytest.mark.slow
 def test_after_a_signal_resuming_changes_no_bit(trained_seeds, small, here, monkeypatch):
     steps = []
 

@@ -31,6 +31,7 @@ def clock(small_folder, tmp_path_factory):
     return load_base(folder)
 
 
+@pytest.mark.slow
 def test_runs_of_one_date_are_equal_and_a_resumed_one_keeps_its_date(clock, tmp_path, monkeypatch):
     def train(name, day, specified=None, iters=2, **options) -> bytes:
         today = datetime.date.fromisoformat(day)
