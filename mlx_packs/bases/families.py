@@ -95,9 +95,8 @@ UNTRAINABLE = {
 # Whose forward pass is: embedding, blocks that pass on one array, norm, head; `--pipeline` gives
 # each rank some of the blocks. tests/extras/test_pipeline.py splits a model of each.
 SPLITTABLE = (
-    *("qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text", "olmo2", "phi3"),
-    *("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"),
-)
+    "qwen3 qwen2 llama mistral gemma2 gemma3_text olmo2 phi3 qwen3_moe mixtral glm4_moe gpt_oss"
+).split()
 _ONE_BY_ONE = (
     "afm7 baichuan_m1 bailing_moe_linear gear gpt_bigcode jamba longcat_flash_ngram mamba "
     "nemotron-nas nemotron_h olmo_hybrid phi3small qwen4_exp z1t"

@@ -154,8 +154,7 @@ def _ways(
         yield "data-parallel", cheapest(headers, lora, share)
 
     blocks = 0
-    family = headers.config["model_type"]
-    if family in SPLITTABLE and plan_of(headers.config) == "dense":
+    if headers.config["model_type"] in SPLITTABLE and plan_of(headers.config) == "dense":
         blocks = sizes_of(headers.config, headers.tensors).blocks
     for stages in range(2, min(count, blocks) + 1):
         yield f"pipeline {stages}", cheapest(headers, lora, train, of_stages(stages))
