@@ -247,6 +247,8 @@ def notes_on_rates(settings: RunSettings) -> Iterator[str]:
         )
 
     for phase in settings.phases:
+        if isinstance(phase.train.lr_schedule, dict) and phase.train.changed(("learning_rate",)):
+            yield "learning_rate is not used, as in mlx-lm: lr_schedule has the rates"
         if note := _long_warmup(phase):
             yield note
 

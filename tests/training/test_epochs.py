@@ -108,6 +108,8 @@ def test_a_warmup_longer_than_the_run_is_named():
     schedule = {"name": "cosine_decay", "arguments": [1e-3, 10], "warmup": 9}
     (note,) = notes(TrainConfig(iters=3, lr_schedule=schedule))
     assert "lr_schedule.warmup" in note
+    (note,) = notes(TrainConfig(lr_schedule={**schedule, "warmup": 0}, learning_rate=1e-5))
+    assert note.startswith("learning_rate is not used")
     phases = (Phase("one", iters=9), Phase("two", iters=2, warmup_steps=5))
     (note,) = notes(TrainConfig(phases=phases, warmup_steps=0))
     assert note.startswith("two: ") and "5 of 2 updates" in note
