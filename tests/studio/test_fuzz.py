@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from mlx_packs.report.page import environment
+from mlx_packs.studio import jobs
 from mlx_packs.studio.app import __file__ as app_file
-from mlx_packs.studio.jobs import start_next
 from mlx_packs.studio.runs import live, report_page, run_page, runs_of
 from tests.fuzz.kind import SUBJECT, Kind, library
 from tests.fuzz.runner import Fuzzer, Report, sandbox
@@ -70,8 +71,8 @@ def report():
     report_page(HOME, "done")
 
 
-def queue():  # whose settings no run can have
-    start_next(HOME)
+def queue():
+    jobs.start_next(HOME)
 
 
 SCREENS = (runs, run, waits, lines, report, queue)
@@ -82,7 +83,9 @@ SCREENS = (runs, run, waits, lines, report, queue)
     [range(30), pytest.param(range(30, 1000), marks=pytest.mark.slow)],
     ids=["30", "970 more"],
 )
-def test_mutants_of_run_folders(numbers):
+def test_mutants_of_run_folders(numbers, monkeypatch):
+    for module in ("subprocess", "threading"):  # else a run is started for each mutant
+        monkeypatch.setattr(jobs, module, Mock())
     with sandbox() as root:
         fuzzer = Fuzzer(RunsKind(), SEED, root)
         counts = Report("runs")
