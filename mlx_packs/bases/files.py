@@ -13,12 +13,13 @@ from ..kinds import check_keys
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
 from .bitsandbytes import METHOD
 from .compressed_tensors import check_compressed, is_read_as_dense
-from .gguf.header import K_QUANTS
 from .readers import DENSE, is_local_model, local_model, names_file, reader_of
 from .unsupported import check_method, unsupported_file, unsupported_weights
 
 TINY = "tiny"
 CONFIG = "config.json"
+# in the config.json of a GGUF file whose K-quants stay quantized: errors of its types
+K_QUANTS = "gguf_k_quants"
 RECORD = "quantization.json"  # written by `packs quantize`: what it did, and a hash of every shard
 # what mlx-lm downloads; code among it is run only with trust_remote_code
 CHAT_TEMPLATE = "chat_template.jinja"

@@ -11,13 +11,13 @@ import mlx.nn as nn
 from ..config.choices import architecture_of
 from ..runtime import mx
 from .files import (
+    K_QUANTS,
     public_name,
     quantization_name,
     text_config,
     vocab_size_of,
     weight_files,
 )
-from .gguf.header import K_QUANTS
 from .supported import check_architecture
 from .tokenizer import with_template
 

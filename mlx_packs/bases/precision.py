@@ -9,8 +9,7 @@ from mlx.utils import tree_flatten
 from .. import chips, runtime
 from ..config.choices import architecture_of
 from ..runtime import dtype_name, mx
-from .files import text_config
-from .gguf.header import K_QUANTS
+from .files import K_QUANTS, text_config
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 STORED = "as stored"

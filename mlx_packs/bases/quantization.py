@@ -17,9 +17,8 @@ from ..nn.frozen_weight import CustomWeight, frozen_weight
 from ..nn.lora import is_switch_linear
 from ..nn.surgery import replace_modules
 from ..runtime import mx
-from .files import quantization_name, stored_quantization
+from .files import K_QUANTS, quantization_name, stored_quantization
 from .geometry import is_named
-from .gguf.header import K_QUANTS
 from .readers import DENSE
 from .weight_formats import (
     AFFINE_BITS,

@@ -15,8 +15,7 @@ from pathlib import Path
 from ..config.choices import Table
 from ..errors import PackError, file_errors
 from ..kinds import check_keys
-from ..reading import read_json
-from .gguf.header import is_gguf
+from ..reading import open_regular, read_json
 
 _log = logging.getLogger("mlx_packs")
 _MODEL_LAYER = "application/vnd.ollama.image.model"
@@ -24,6 +23,7 @@ _ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 _OLLAMA = "ollama:"
 _OLLAMA_PATH = ("registry.ollama.ai", "library")  # of models whose name has no host or namespace
 LM_STUDIO = Path("~/.lmstudio/models")  # <publisher>/<model>: a checkpoint, or GGUF files
+GGUF_MAGIC = b"GGUF"
 DENSE = "dense:"  # before the name of a GGUF file: with dense K-quants
 _PART = re.compile(r"[\w][\w.\-]*", re.ASCII)
 _logged: set[str] = set()  # faults of packages, each of which is logged once
@@ -49,6 +49,17 @@ class Reader:
 
     def folder(self, file: Path, **options: bool) -> Path:
         return pkgutil.resolve_name(self.code)(file, **options)
+
+
+def is_gguf(path: Path) -> bool:
+    """By its name or its first bytes."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with open_regular(path) as f:
+            return f.read(4) == GGUF_MAGIC
+    except (OSError, PackError):
+        return False
 
 
 _GGUF_CODE = "mlx_packs.bases.gguf.checkpoint:checkpoint_folder"

@@ -17,7 +17,6 @@ from ..bases import compressed_tensors
 from ..bases import files as base_files
 from ..bases.bitsandbytes import METHOD
 from ..bases.families import has_vision_tower
-from ..bases.gguf.header import K_QUANTS
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
 from ..bases.precision import stored_dtype, with_rounded_scales
@@ -224,7 +223,7 @@ def _config(
     requantize: str,
 ) -> dict:
     # weights are no longer the file's
-    config = {key: value for key, value in config.items() if key != K_QUANTS}
+    config = {key: value for key, value in config.items() if key != base_files.K_QUANTS}
     is_stored = quantization or not any(c.weight_format for c in changes)
     if requantize == "same" and is_stored and not _is_rewritten(config):
         return config

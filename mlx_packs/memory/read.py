@@ -13,6 +13,7 @@ from .. import runtime
 from ..bases.compressed_tensors import renamed_headers
 from ..bases.files import (
     CONFIG,
+    K_QUANTS,
     check_files,
     is_complete,
     read_config,
@@ -20,7 +21,6 @@ from ..bases.files import (
     unknown_to_hub,
     weight_files,
 )
-from ..bases.gguf.header import K_QUANTS
 from ..bases.precision import stored_dtype
 from ..bases.readers import is_local_model, names_file
 from ..bases.supported import check_supported

@@ -18,10 +18,11 @@ from ...files import atomic_write, free_bytes, to_json
 from ...reading import check_regular
 from ...runtime import mx
 from ...tensors import write_tensors
+from ..files import K_QUANTS
 from .architectures import Architecture, architecture_of, config_of, names_of
 from .blocks import FORMATS, BlockFormat, read_affine, read_dense
 from .formats import choose_formats
-from .header import K_QUANTS, GgufFile, TensorInfo, read_gguf
+from .header import GgufFile, TensorInfo, read_gguf
 from .tokenizer import tokenizer_files
 
 _CACHE = Cache("gguf", days=30, is_needed=True)

@@ -15,10 +15,8 @@ import numpy as np
 
 from ...errors import Code, PackError, file_errors
 from ...reading import open_regular
+from ..readers import GGUF_MAGIC
 
-MAGIC = b"GGUF"
-# in the config.json of a file whose K-quants stay quantized: errors of its types
-K_QUANTS = "gguf_k_quants"
 _MISSING = object()
 _VERSIONS = (2, 3)
 _MAX_TENSORS = 1 << 17
@@ -112,17 +110,6 @@ def file_fault(path: Path, fault: str, code: Code = "unreadable") -> PackError:
     return PackError(f"{path}: {fault}", code, "model")
 
 
-def is_gguf(path: Path) -> bool:
-    """By its name or its first bytes."""
-    if path.suffix.lower() == ".gguf":
-        return True
-    try:
-        with open_regular(path) as f:
-            return f.read(4) == MAGIC
-    except (OSError, PackError):
-        return False
-
-
 def read_gguf(path: Path) -> GgufFile:
     """Raises PackError for a file cut short, damaged, of another version, or in several parts."""
     with file_errors(path):
@@ -141,7 +128,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _check_version(path: Path, head: bytes) -> None:
-    if len(head) < 8 or head[:4] != MAGIC:
+    if len(head) < 8 or head[:4] != GGUF_MAGIC:
         raise file_fault(path, "is not a GGUF file, or is cut short. Copy or download it again.")
 
     version = int.from_bytes(head[4:], "little")
