@@ -12,7 +12,6 @@ from ..ops.nf4 import BLOCK_SIZES, LEVELS, NESTED_BLOCK_SIZE, NF4Weight
 from ..reading import parse_json
 from ..runtime import mx
 
-METHOD = "bitsandbytes"  # quant_method in a config.json
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _DTYPES = ("float32", "float16", "bfloat16")  # of what was quantized

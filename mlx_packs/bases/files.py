@@ -11,7 +11,6 @@ from ..errors import PackError, file_errors, reason_of, warn_once
 from ..files import TINY_FOLDER, is_hub_id, is_pattern
 from ..kinds import check_keys
 from ..reading import FLOATS, check_regular, read_header, read_json, sha256
-from .bitsandbytes import METHOD
 from .compressed_tensors import check_compressed, is_read_as_dense
 from .readers import DENSE, is_local_model, local_model, names_file, reader_of
 from .unsupported import check_method, unsupported_file, unsupported_weights
@@ -20,6 +19,8 @@ TINY = "tiny"
 CONFIG = "config.json"
 # in the config.json of a GGUF file whose K-quants stay quantized: errors of its types
 K_QUANTS = "gguf_k_quants"
+FINGERPRINT_PREFIX = "sha256:"
+BITSANDBYTES = "bitsandbytes"  # quant_method in a config.json
 RECORD = "quantization.json"  # written by `packs quantize`: what it did, and a hash of every shard
 # what mlx-lm downloads; code among it is run only with trust_remote_code
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -423,14 +424,19 @@ def stored_quantization(config: Mapping) -> dict:
     return {}
 
 
+def short_fingerprint(value: str) -> str:
+    """The twelve digits that people compare."""
+    return value.removeprefix(FINGERPRINT_PREFIX)[:12]
+
+
 def quantization_name(q: Mapping | None) -> str:
     """Spell a quantization for people: ``affine 4-bit g64``, ``bitsandbytes nf4``, or ``dense``."""
     if not q:
         return "dense"
 
-    if q.get("quant_method") == METHOD:
+    if q.get("quant_method") == BITSANDBYTES:
         kind = "8-bit" if q.get("load_in_8bit") else q.get("bnb_4bit_quant_type", "4-bit")
-        return f"{METHOD} {kind}"
+        return f"{BITSANDBYTES} {kind}"
 
     mode = q.get("mode", q.get("quant_method", "affine"))
     if "bits" not in q or "group_size" not in q:

@@ -20,10 +20,9 @@ from pathlib import Path
 from ..cache import Cache, key_of
 from ..errors import PackError, printable, warn_once
 from ..reading import read_header, sha256
-from .files import text_files, weight_files
+from .files import FINGERPRINT_PREFIX, text_files, weight_files
 
 _CACHE = Cache("fingerprints", days=90)
-_PREFIX = "sha256:"
 _PIECE_BYTES = 16 << 20  # of a tensor that are hashed as one
 _BUFFER_BYTES = 1 << 20
 _THREADS = 8
@@ -59,11 +58,6 @@ def fingerprint(path: Path) -> str:
         _CACHE.put_json(key, {"files": states, "fingerprint": value})
         _CACHE.remove_unused()
     return value
-
-
-def short_fingerprint(value: str) -> str:
-    """The twelve digits that people compare."""
-    return value.removeprefix(_PREFIX)[:12]
 
 
 def text_hashes(path: Path) -> dict[str, str]:
@@ -119,7 +113,7 @@ def _hash_tensors(files: list[Path]) -> str:
         tensors[owner][3].append(digest)
 
     text = json.dumps(sorted(tensors), separators=(",", ":"))
-    return _PREFIX + hashlib.sha256(text.encode()).hexdigest()
+    return FINGERPRINT_PREFIX + hashlib.sha256(text.encode()).hexdigest()
 
 
 def _hash_piece(piece: tuple[Path, int, int]) -> str:

@@ -16,9 +16,9 @@ from ..display import size
 from ..errors import PackError, file_errors, library_errors
 from ..files import is_hub_id
 from ..reading import DTYPE_BITS, FLOATS, read_header
-from .bitsandbytes import METHOD
 from .compressed_tensors import is_compressed
 from .files import (
+    BITSANDBYTES,
     CONFIG,
     TINY,
     cached_snapshot,
@@ -192,7 +192,7 @@ def _bits(path: Path, config: dict) -> int | None:
         return stored["bits"]
     if is_compressed(config):
         return 4
-    if stored.get("quant_method") == METHOD:
+    if stored.get("quant_method") == BITSANDBYTES:
         return 8 if stored.get("load_in_8bit") else 4
 
     bits: Counter[str] = Counter()

@@ -97,8 +97,7 @@ def is_base(name: Path) -> bool:
 def describe_base(name: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the facts of a base model, what `packs quantize` recorded too, and their lines."""
     from ..bases.families import has_vision_tower
-    from ..bases.files import RECORD
-    from ..bases.fingerprint import short_fingerprint
+    from ..bases.files import RECORD, short_fingerprint
     from ..bases.loading import lazy_base
 
     base = lazy_base(name)
@@ -327,7 +326,7 @@ def _fit(
 
 
 def _fit_lines(report: dict) -> list[str]:
-    from ..bases.fingerprint import short_fingerprint
+    from ..bases.files import short_fingerprint
 
     tensors = []
     if report["projections"]:

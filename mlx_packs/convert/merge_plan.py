@@ -15,7 +15,6 @@ from ..adapters.lora import delta_of
 from ..adapters.spec import ModuleSpec
 from ..bases import compressed_tensors
 from ..bases import files as base_files
-from ..bases.bitsandbytes import METHOD
 from ..bases.families import has_vision_tower
 from ..bases.loading import lazy_base
 from ..bases.model import BaseModel
@@ -212,7 +211,7 @@ def _is_rewritten(config: dict) -> bool:
     """Return whether weights that stay quantized are written in MLX's format, not as stored."""
     if compressed_tensors.is_compressed(config):
         return True
-    return base_files.stored_quantization(config).get("quant_method") == METHOD
+    return base_files.stored_quantization(config).get("quant_method") == base_files.BITSANDBYTES
 
 
 def _config(

@@ -13,9 +13,10 @@ from ..bases.files import (
     context_of,
     quantization_name,
     resolve_checkpoint,
+    short_fingerprint,
     stored_quantization,
 )
-from ..bases.fingerprint import changed_texts, fingerprint, say_changed, short_fingerprint
+from ..bases.fingerprint import changed_texts, fingerprint, say_changed
 from ..bases.readers import DENSE, is_local_model, reader_of
 from ..bases.weight_formats import format_name
 from ..config.choices import TASKS

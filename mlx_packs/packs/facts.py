@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..adapters.spec import ranks_of
-from ..bases.files import TINY, quantization_name
-from ..bases.fingerprint import short_fingerprint
+from ..bases.files import TINY, quantization_name, short_fingerprint
 from ..bases.readers import is_local_model, names_file
 from ..config.choices import METRICS, Number, package_of
 from ..display import clock, size

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ..adapters.lora import name_factors, read_factors
 from ..adapters.spec import ModuleSpec, SliceSpec, Specs
-from ..bases.files import quantization_name
-from ..bases.fingerprint import short_fingerprint
+from ..bases.files import quantization_name, short_fingerprint
 from ..config.arguments import checked_arguments
 from ..errors import PackError
 from ..files import to_json
