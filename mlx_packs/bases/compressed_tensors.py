@@ -10,12 +10,14 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import PackError, file_errors
 from ..kinds import check_keys
-from ..nn.frozen_weight import LARGEST_NVFP4
-from ..runtime import mx
 from .unsupported import INSTEAD
+
+if TYPE_CHECKING:
+    from ..runtime import mx
 
 METHOD = "compressed-tensors"  # quant_method in a config.json
 _REQUANTIZED = "affine4"
@@ -139,8 +141,8 @@ def _unsupported(path: Path, fault: str) -> PackError:
 
 
 def from_compressed_tensors(
-    weights: dict[str, mx.array], config: Mapping, where: Path, dtype: mx.Dtype
-) -> dict[str, mx.array]:
+    weights: dict[str, "mx.array"], config: Mapping, where: Path, dtype: "mx.Dtype"
+) -> dict[str, "mx.array"]:
     """Return the weights of a checkpoint by MLX's names, lazily; nvfp4 is dense in ``dtype``."""
     group_size = _FORMATS.get(_stored(config).get("format", ""))
     if group_size is None:
@@ -161,7 +163,9 @@ def from_compressed_tensors(
     return renamed
 
 
-def _check_shapes(parts: Mapping[str, mx.array | None], group_size: int) -> None:
+def _check_shapes(parts: Mapping[str, "mx.array | None"], group_size: int) -> None:
+    from ..runtime import mx
+
     needed = _PARTS[:3] if group_size == 16 else _PARTS[:2]
     for name in needed:
         if parts[name] is None:
@@ -182,8 +186,11 @@ def _check_shapes(parts: Mapping[str, mx.array | None], group_size: int) -> None
         )
 
 
-def _in_mlx(parts: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+def _in_mlx(parts: Mapping[str, "mx.array"], dtype: "mx.Dtype") -> dict[str, "mx.array"]:
     """Scales are read: a ValueError names those that are no numbers."""
+    from ..nn.frozen_weight import LARGEST_NVFP4
+    from ..runtime import mx
+
     words = parts["weight_packed"].view(mx.uint32)
     scales = parts["weight_scale"]
     global_scale = parts["weight_global_scale"]
