@@ -11,8 +11,8 @@ from mlx_packs import Pack, load_base
 from mlx_packs.errors import PackError
 from mlx_packs.packs import compatibility, making
 from mlx_packs.runtime import mx
-from mlx_packs.training.checkpoint import read_training_state
 from mlx_packs.training.run_folder import RunFolder
+from mlx_packs.training.state import read_training_state
 from tests.helpers.checkpoints import attached_logits, write_checkpoint
 from tests.helpers.damage import bits_to_flip, flip_bit
 from tests.helpers.packs import random_pack

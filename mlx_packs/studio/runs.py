@@ -19,9 +19,9 @@ from ..reading import json_objects, tail
 from ..report.facts import MOST_TEXT, Page, curve_of, extremes, recipe_sections, setting_text, text
 from ..report.page import render, table_of
 from ..serving.http import public_message
-from ..training.checkpoint import METRICS, batches_of
 from ..training.run_folder import CONFIG, LOG, RunFolder, name_of_run, run_folder
 from ..training.run_page import facts_of_run, read_report, run_facts, with_answers
+from ..training.state import METRICS, batches_of
 from ..training.status import PHASES, RunStatus, read_status
 from .access import RUNS, folder_of_run
 from .jobs import SETTINGS, command_line, waiting_arguments

@@ -1,13 +1,10 @@
 """Checkpoints: all that the next step depends on, written atomically, with the hash of every file.
 
 A checkpoint contains the adapters, the optimizer's state, the random state, and how many batches
-were taken (the order of the data is a function of the seed). ``state.json`` has the hashes of the
-other files, and one of itself.
+were taken (the order of the data is a function of the seed).
 """
 
-import re
 import shutil
-from dataclasses import asdict, fields
 from pathlib import Path
 
 import mlx.optimizers as optimizers
@@ -17,38 +14,25 @@ from ..adapters.spec import check_shapes
 from ..adapters.trainable import Trainable
 from ..display import size
 from ..distributed.group import group
-from ..errors import PackError, older_version
-from ..files import atomic_folder, to_json
+from ..errors import PackError
+from ..files import atomic_folder
 from ..filesystem import sync
-from ..kinds import check_keys
-from ..reading import (
-    check_files,
-    check_seal,
-    file_facts,
-    read_header,
-    read_json,
-    sealed,
-    without_seal,
-)
+from ..reading import read_header
 from ..runtime import mx, set_random_state
 from ..tensors import save_tensors
-from .state import METRICS, TrainingState, Window
+from .state import (
+    ADAPTERS,
+    METRICS,
+    OPTIMIZER,
+    STEP_PREFIX,
+    TrainingState,
+    check_checkpoint,
+    damaged,
+    read_training_state,
+    write_state,
+)
 from .update import KEY, is_scaled
 
-ADAPTERS = "adapters.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-STATE = "state.json"
-_FILES = "files"  # in the state: size and hash of each of these
-_STORED = (ADAPTERS, OPTIMIZER)
-_FACTS = {"": "a mapping", ".*": "a mapping", ".*.bytes": "an integer", ".*.sha256": "text"}
-_KINDS = {
-    int: "an integer of 0 or more",
-    float: "a number",
-    float | None: "a number?",
-    Window: "a mapping",
-}
-_PREFIX = "step-"
-NAME = re.compile(_PREFIX + r"\d{6,}")  # of a checkpoint
 _SPARE = 1 << 20  # bytes for what else a run writes
 
 
@@ -61,12 +45,11 @@ def save_checkpoint(
     arrays["random"] = mx.random.state[0]
     _check_space(run, sum(array.nbytes for array in (*tensors.values(), *arrays.values())))
 
-    folder = run / f"{_PREFIX}{state.batches:06d}"
+    folder = run / f"{STEP_PREFIX}{state.batches:06d}"
     with atomic_folder(folder, replace=True) as partial:
         save_tensors(partial / ADAPTERS, tensors)
         save_tensors(partial / OPTIMIZER, arrays)
-        content = {**asdict(state), _FILES: file_facts(partial, _STORED)}
-        (partial / STATE).write_text(to_json(sealed(content)), encoding="utf-8")
+        write_state(partial, state)
         if (run / METRICS).is_file():  # the lines up to here; the folder is synced next
             sync(run / METRICS, through_drive=False)
     return folder
@@ -85,19 +68,6 @@ def _check_space(run: Path, nbytes: int) -> None:
         )
 
 
-def batches_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(_PREFIX))
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raise a PackError if a file of a checkpoint is damaged."""
-    _, facts = _read_state(folder)
-    try:
-        check_files(folder, facts)
-    except (OSError, ValueError) as error:
-        raise _damaged(folder, error) from None
-
-
 def load_checkpoint(
     folder: Path, trainable: Trainable, optimizer: optimizers.Optimizer
 ) -> TrainingState:
@@ -107,7 +77,7 @@ def load_checkpoint(
         tensors = mx.load(str(folder / ADAPTERS))
         arrays = mx.load(str(folder / OPTIMIZER))
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise _damaged(folder, error) from None
+        raise damaged(folder, error) from None
 
     if not is_scaled(optimizer):  # a run that began in float16 may go on in another dtype
         arrays = {name: a for name, a in arrays.items() if not name.startswith(f"{KEY}.")}
@@ -140,41 +110,6 @@ def has_loss_scale(folder: Path) -> bool:
         return any(name.startswith(f"{KEY}.") for name in read_header(folder / OPTIMIZER)[0])
     except (PackError, OSError):
         return False  # loading it reports the fault
-
-
-def read_training_state(folder: Path) -> TrainingState:
-    return _read_state(folder)[0]
-
-
-def _read_state(folder: Path) -> tuple[TrainingState, dict]:
-    """Return the progress, and size and hash of the other files."""
-    try:
-        content = read_json(folder / STATE)
-        check_seal(content)
-        content = without_seal(content)
-        check_keys(content, {f"{_FILES}{key}": kind for key, kind in _FACTS.items()})
-        facts = content.pop(_FILES)
-        if set(facts) != set(_STORED):
-            raise ValueError(f"{_FILES} must name {' and '.join(_STORED)}")
-        if not {field.name for field in fields(TrainingState)} <= set(content):
-            raise older_version(folder / STATE)
-
-        check_keys(content, {field.name: _KINDS[field.type] for field in fields(TrainingState)})
-        window = content.pop("window")
-        check_keys(window, {field.name: _KINDS[field.type] for field in fields(Window)}, "window")
-
-        state = TrainingState(**content, window=Window(**window))
-        if state.batches and state.train_s <= 0:
-            raise ValueError(f"train_s must be positive after {state.batches} batches")
-        if state.batches != batches_of(folder):
-            raise ValueError(f"it is of batch {state.batches}")
-        return state, facts
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(folder / STATE, error) from None
-
-
-def _damaged(folder: Path, error: Exception) -> PackError:
-    return PackError(f"{folder}: is not a complete checkpoint ({error}).", "unreadable")
 
 
 def _with_current_names(

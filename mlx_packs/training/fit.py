@@ -25,20 +25,14 @@ from ..optim import carry_state
 from ..runtime import mx
 from ..tasks.phases import PhaseData, RunPhase
 from ..tasks.task import Trained
-from .checkpoint import (
-    batches_of,
-    load_checkpoint,
-    load_weights,
-    read_training_state,
-    save_checkpoint,
-)
+from .checkpoint import load_checkpoint, load_weights, save_checkpoint
 from .loop import Loop, Reports
 from .observer import Observer
 from .observers import ObservedRun, make_observers
 from .on_nan import OnNan, UpdateGuard
 from .prepare import PreparedRun
 from .samples import Samples
-from .state import COMPUTED_PER_S, TrainingState
+from .state import COMPUTED_PER_S, TrainingState, batches_of, read_training_state
 from .step import BatchStep, Stepper
 from .update import add_scale, scale_facts
 from .watch import EarlyStop, Ending, Memory, Watch, better_earlier, interrupted

@@ -28,7 +28,7 @@ from ..reading import (
     without_seal,
 )
 from ..report.facts import PAGE
-from .checkpoint import ADAPTERS, METRICS, NAME, batches_of, check_checkpoint, read_training_state
+from .state import ADAPTERS, METRICS, STEP, batches_of, check_checkpoint, read_training_state
 
 CONFIG = "config.json"
 REPORT = "report.json"  # what the run reported at its end
@@ -80,7 +80,7 @@ class RunFolder:
         if not self.path.is_dir():
             return []
 
-        named = [entry for entry in self.path.iterdir() if NAME.fullmatch(entry.name)]
+        named = [entry for entry in self.path.iterdir() if STEP.fullmatch(entry.name)]
         folders = [entry for entry in named if entry.is_dir() and not entry.is_symlink()]
         return sorted(folders, key=batches_of)
 

@@ -32,8 +32,8 @@ from ..report.facts import (
 from ..report.page import render
 from ..report.seeds import SeedFacts, SeedsFacts, numbers_of
 from ..report.seeds import render as render_seeds
-from .checkpoint import batches_of
 from .run_folder import CONFIG, REPORT, RunFolder, name_of_run, run_folder, seed_runs
+from .state import batches_of
 
 SUMMARY = "seeds.json"  # beside the packs
 

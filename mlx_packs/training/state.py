@@ -1,13 +1,30 @@
-"""How far a training run is: what it counts, and the score of its weights."""
+"""How far a training run is: what it counts, and the score of its weights.
+
+A checkpoint has it as ``state.json``, with the hashes of its other files, and one of itself.
+"""
 
 import math
-from dataclasses import asdict, dataclass, field
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 
 from ..data.dataset import Batch
+from ..errors import PackError, older_version
+from ..files import to_json
+from ..kinds import check_keys
 from ..objectives.score import REWARD, Score, StoredScore
+from ..reading import check_files, check_seal, file_facts, read_json, sealed, without_seal
 from ..runtime import mx
 
 METRICS = "metrics.jsonl"  # in the run folder, its lines by batch
+ADAPTERS = "adapters.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+_FILES = "files"  # in the state: size and hash of each of these
+_STORED = (ADAPTERS, OPTIMIZER)
+_FACTS = {"": "a mapping", ".*": "a mapping", ".*.bytes": "an integer", ".*.sha256": "text"}
+STEP_PREFIX = "step-"
+STEP = re.compile(STEP_PREFIX + r"\d{6,}")  # the folder of a checkpoint
 
 COMPUTED_PER_S = "computed_tokens_per_s"  # in log lines: all tokens, those without a loss too
 
@@ -111,3 +128,65 @@ class TrainingState:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+_KINDS = {
+    int: "an integer of 0 or more",
+    float: "a number",
+    float | None: "a number?",
+    Window: "a mapping",
+}
+
+
+def batches_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(STEP_PREFIX))
+
+
+def write_state(folder: Path, state: TrainingState) -> None:
+    """Write the state into the folder of a checkpoint, whose other files are there."""
+    content = {**asdict(state), _FILES: file_facts(folder, _STORED)}
+    (folder / STATE).write_text(to_json(sealed(content)), encoding="utf-8")
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise a PackError if a file of a checkpoint is damaged."""
+    _, facts = _read_state(folder)
+    try:
+        check_files(folder, facts)
+    except (OSError, ValueError) as error:
+        raise damaged(folder, error) from None
+
+
+def read_training_state(folder: Path) -> TrainingState:
+    return _read_state(folder)[0]
+
+
+def _read_state(folder: Path) -> tuple[TrainingState, dict]:
+    """Return the progress, and size and hash of the other files."""
+    try:
+        content = read_json(folder / STATE)
+        check_seal(content)
+        content = without_seal(content)
+        check_keys(content, {f"{_FILES}{key}": kind for key, kind in _FACTS.items()})
+        facts = content.pop(_FILES)
+        if set(facts) != set(_STORED):
+            raise ValueError(f"{_FILES} must name {' and '.join(_STORED)}")
+        if not {field.name for field in fields(TrainingState)} <= set(content):
+            raise older_version(folder / STATE)
+
+        check_keys(content, {field.name: _KINDS[field.type] for field in fields(TrainingState)})
+        window = content.pop("window")
+        check_keys(window, {field.name: _KINDS[field.type] for field in fields(Window)}, "window")
+
+        state = TrainingState(**content, window=Window(**window))
+        if state.batches and state.train_s <= 0:
+            raise ValueError(f"train_s must be positive after {state.batches} batches")
+        if state.batches != batches_of(folder):
+            raise ValueError(f"it is of batch {state.batches}")
+        return state, facts
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise damaged(folder / STATE, error) from None
+
+
+def damaged(folder: Path, error: Exception) -> PackError:
+    return PackError(f"{folder}: is not a complete checkpoint ({error}).", "unreadable")

@@ -25,7 +25,7 @@ from mlx_packs.packs.making import pack_of
 from mlx_packs.packs.weighted_sum import weighted_sum
 from mlx_packs.runtime import mx
 from mlx_packs.training.attached import add_noise
-from mlx_packs.training.checkpoint import ADAPTERS
+from mlx_packs.training.state import ADAPTERS
 from tests.helpers.checkpoints import merged, write_dense
 from tests.helpers.errors import raises
 from tests.helpers.models import SMALL_FAMILIES, base_of

@@ -14,8 +14,8 @@ import pytest
 from mlx_packs import Pack
 from mlx_packs.bases.files import RECORD
 from mlx_packs.bases.writer import verify
-from mlx_packs.training.checkpoint import ADAPTERS, OPTIMIZER
 from mlx_packs.training.run_folder import RunFolder
+from mlx_packs.training.state import ADAPTERS, OPTIMIZER
 from tests.crash.cases import OVERWRITES, RUNS, hidden_names, weights_of
 from tests.crash.operations import MOMENTS
 from tests.crash.server import Ended, Kill, Server

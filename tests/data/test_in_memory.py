@@ -14,8 +14,8 @@ from mlx_packs.cli.main import packs
 from mlx_packs.data.in_memory import IN_MEMORY, source_of
 from mlx_packs.data.rows import load_rows
 from mlx_packs.reading import sha256
-from mlx_packs.training.checkpoint import ADAPTERS
 from mlx_packs.training.run_folder import _data_name
+from mlx_packs.training.state import ADAPTERS
 from tests.helpers.errors import raises
 from tests.helpers.packs import random_pack
 from tests.helpers.rows import CHATS, write_rows

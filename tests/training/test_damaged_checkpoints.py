@@ -10,8 +10,8 @@ import pytest
 
 from mlx_packs import train_pack
 from mlx_packs.reading import sha256, without_seal
-from mlx_packs.training.checkpoint import read_training_state
 from mlx_packs.training.run_folder import RunFolder
+from mlx_packs.training.state import read_training_state
 from tests.helpers.damage import flip_bit
 from tests.helpers.errors import raises
 from tests.helpers.runs import LORA, TRAIN, Lines

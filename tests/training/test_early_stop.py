@@ -11,9 +11,9 @@ from mlx_packs.evaluation.perplexity import PerplexityScore
 from mlx_packs.objectives.score import REWARD, StoredScore
 from mlx_packs.reading import sha256
 from mlx_packs.training import watch
-from mlx_packs.training.checkpoint import ADAPTERS
 from mlx_packs.training.on_nan import UpdateGuard
 from mlx_packs.training.run_folder import RunFolder
+from mlx_packs.training.state import ADAPTERS
 from mlx_packs.training.watch import EarlyStop, better_earlier
 from tests.helpers.errors import raises
 from tests.helpers.rows import CHATS, write_rows

@@ -13,13 +13,12 @@ from mlx_lm.tuner import callbacks
 from mlx_packs import TrainConfig
 from mlx_packs.display import QUIET, Display
 from mlx_packs.reading import sealed
-from mlx_packs.training.checkpoint import ADAPTERS, OPTIMIZER
 from mlx_packs.training.observer import Observer
 from mlx_packs.training.observers import trackers
 from mlx_packs.training.observers.run_files import Retention
 from mlx_packs.training.observers.trackers import check_report_to
 from mlx_packs.training.run_folder import RunFolder
-from mlx_packs.training.state import TrainingState
+from mlx_packs.training.state import ADAPTERS, OPTIMIZER, TrainingState
 from tests.helpers.errors import raises
 from tests.helpers.observers import observe
 from tests.helpers.runs import Lines

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_packs import macos
 from mlx_packs.reading import sha256
-from mlx_packs.training.checkpoint import ADAPTERS
+from mlx_packs.training.state import ADAPTERS
 from tests.helpers.runs import Lines
 
 

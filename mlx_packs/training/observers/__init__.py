@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from ...display import Task
 from ...late import load
 from ...objectives.score import Score
-from ..checkpoint import batches_of
 from ..observer import Observer
 from ..settings import Run
-from ..state import COMPUTED_PER_S
+from ..state import COMPUTED_PER_S, batches_of
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from ...filesystem import discard
 from ...objectives.score import Score
 from ...report.facts import PAGE
 from ...report.page import render
-from ..checkpoint import batches_of
 from ..observer import Observer
-from ..run_folder import METRICS, REPORT, RunFolder
+from ..run_folder import REPORT, RunFolder
 from ..run_page import attempt, run_facts, write_report
+from ..state import METRICS, batches_of
 from . import ObservedRun
 
 
