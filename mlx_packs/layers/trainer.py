@@ -313,7 +313,8 @@ class LayerTrainer:
             self._check_finite(loss, norm)
 
         counted = dataclasses.replace(batch, denominator=round(count))
-        self._state.count(loss, counted, None, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._state.count(loss, counted, None, seconds, mx.get_peak_memory())
         self._waiting = graph
 
         if last:

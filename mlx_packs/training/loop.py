@@ -305,7 +305,7 @@ class Loop:
         if self.guard.is_skipped(batch, number, updates, loss, norm):
             self.state.skip(seconds)
         else:
-            self.state.count(loss, batch, norm if updates else None, seconds)
+            self.state.count(loss, batch, norm if updates else None, seconds, mx.get_peak_memory())
 
     def _validate(self) -> bool:
         """Score the validation split; return whether these weights are to be kept as the best."""

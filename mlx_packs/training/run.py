@@ -18,6 +18,7 @@ from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..data.in_memory import Data
 from ..display import Display, display_of
+from ..distributed.group import group
 from ..errors import Float16Overflow
 from ..objectives.causal_lm import TargetLoss
 from ..ops import _backend, watchdog
@@ -114,7 +115,9 @@ def train_request(request: Request) -> TrainRun:
     with ExitStack() as closes:
         closes.enter_context(signals.handled())
         pack, folder = closes.enter_context(folders)
-        status = closes.enter_context(followed(request.display, folder, resume))
+        status = None
+        if group().is_first:
+            status = closes.enter_context(followed(request.display, folder, resume))
         if not runtime.on_cpu():  # before MLX uses the GPU
             if line := watchdog.limit_operations(settings.train.max_seq_length):
                 request.display.line("gpu", line)

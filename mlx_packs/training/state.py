@@ -7,14 +7,16 @@ import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..data.dataset import Batch
 from ..errors import PackError, older_version
 from ..files import to_json
 from ..kinds import check_keys
 from ..objectives.score import REWARD, Score, StoredScore
 from ..reading import check_files, check_seal, file_facts, read_json, sealed, without_seal
-from ..runtime import mx
+
+if TYPE_CHECKING:
+    from ..data.dataset import Batch
 
 METRICS = "metrics.jsonl"  # in the run folder, its lines by batch
 ADAPTERS = "adapters.safetensors"
@@ -40,7 +42,7 @@ class Window:
     seconds: float = 0.0
     inputs: int = 0  # all real tokens
 
-    def add(self, loss: float, batch: Batch, seconds: float) -> None:
+    def add(self, loss: float, batch: "Batch", seconds: float) -> None:
         """Count a batch with this mean loss."""
         self.batches += 1
         self.targets += batch.targets
@@ -87,7 +89,9 @@ class TrainingState:
     valid_best: float | None = None  # what --best names
     computed_tokens: int = 0  # all real tokens of those batches
 
-    def count(self, loss: float, batch: Batch, norm: float | None, seconds: float) -> None:
+    def count(
+        self, loss: float, batch: "Batch", norm: float | None, seconds: float, peak_bytes: int
+    ) -> None:
         """Count a batch; ``norm`` is the gradient norm of its update, None without an update."""
         self.batches += 1
         if norm is not None:
@@ -98,7 +102,7 @@ class TrainingState:
         self.trained_tokens += batch.targets
         self.computed_tokens += batch.computed
         self.train_s += seconds
-        self.peak_gb = max(self.peak_gb, mx.get_peak_memory() / 1e9)
+        self.peak_gb = max(self.peak_gb, peak_bytes / 1e9)
         self.window.add(loss, batch, seconds)
 
     def score(self, best_by: str | None = None) -> StoredScore | None:

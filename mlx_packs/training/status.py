@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from ..display import Display, Task
-from ..distributed.group import group
 from ..errors import CRASHED, PackError, as_pack_error, reason_of
 from ..files import lock_of
 from ..filesystem import PARTIAL, hidden_name, is_locked
@@ -141,15 +140,11 @@ def _facts_of(error: BaseException) -> dict[str, Any]:
 
 
 @contextmanager
-def followed(display: Display, folder: Path, resume: bool) -> Iterator[Status | None]:
-    """Keep the status of a run in its folder; yield None on other ranks than the first.
+def followed(display: Display, folder: Path, resume: bool) -> Iterator[Status]:
+    """Keep the status of a run in its folder.
 
     A run that fails before it wrote anything else leaves no folder.
     """
-    if not group().is_first:
-        yield None
-        return
-
     status = Status(folder)
     if not resume:
         with suppress(OSError):
