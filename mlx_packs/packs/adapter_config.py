@@ -6,11 +6,14 @@ mlx-vlm names modules by their paths.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from ..adapters.spec import ModuleSpec, Specs, factor_names
 from ..config.choices import package_of
-from ..runtime import mx
 from .manifest import architecture_facts, replaced_of, shapes_of, specs_of
+
+if TYPE_CHECKING:
+    from ..runtime import mx
 
 _OTHER_NAMES = ("afm7",)  # mlx-lm has an adapter of its own for its fused projection
 
@@ -126,8 +129,10 @@ def _axes(spec: ModuleSpec) -> tuple[int, int]:
     return (1, 0) if spec.experts is None else (1, 2)
 
 
-def padded(specs: Specs, tensors: Mapping[str, mx.array], rank: int) -> dict[str, mx.array]:
+def padded(specs: Specs, tensors: Mapping[str, "mx.array"], rank: int) -> dict[str, "mx.array"]:
     """Factors of all modules get zeros up to a rank."""
+    from ..runtime import mx
+
     result = dict(tensors)
     for spec in specs.values():
         for name, axis in zip(factor_names(spec.path), _axes(spec), strict=True):
@@ -137,8 +142,10 @@ def padded(specs: Specs, tensors: Mapping[str, mx.array], rank: int) -> dict[str
     return result
 
 
-def cut(specs: Specs, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def cut(specs: Specs, tensors: Mapping[str, "mx.array"]) -> dict[str, "mx.array"]:
     """Factors of each module are cut back to its own rank."""
+    from ..runtime import mx
+
     result = dict(tensors)
     for spec in specs.values():
         for name, axis in zip(factor_names(spec.path), _axes(spec), strict=True):

@@ -8,15 +8,13 @@ mlx-lm's names and shapes; with one rank and scale throughout, ``adapter_config.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..adapters.spec import Specs, check_shapes
 from ..config.arguments import checked_arguments
 from ..errors import PackError
 from ..files import atomic_folder, atomic_write, to_json
 from ..reading import file_facts
-from ..runtime import mx
-from ..tensors import read_tensors, save_tensors
 from .adapter_config import adapter_config, cut, padded, padded_rank, stored_shapes
 from .folder import check_output, open_folder, verify_hashes
 from .manifest import (
@@ -35,6 +33,9 @@ from .manifest import (
     specs_of,
 )
 
+if TYPE_CHECKING:
+    from ..runtime import mx
+
 LITE_MB = 10
 
 
@@ -51,7 +52,7 @@ class Pack:
     """
 
     manifest: dict
-    tensors: Mapping[str, mx.array] | None = None
+    tensors: "Mapping[str, mx.array] | None" = None
     path: Path | None = None
     parts: tuple = ()
     examples: Any = None
@@ -112,12 +113,14 @@ class Pack:
         """
         verify_hashes(self.path, self.manifest)
 
-    def load_tensors(self) -> Mapping[str, mx.array]:
+    def load_tensors(self) -> "Mapping[str, mx.array]":
         """Return the adapters, after checking hashes and shapes, and that all numbers are finite.
 
         Raises:
             PackError: If a check fails.
         """
+        from ..tensors import read_tensors
+
         if self.tensors is None:
             self.verify()
             file = self.path / ADAPTERS
@@ -218,6 +221,7 @@ class Pack:
 
         They are no part of the pack: the manifest does not name them.
         """
+        from ..tensors import save_tensors
         from .facts import model_card
 
         folder = Path(path).expanduser()
