@@ -29,14 +29,13 @@ from ..sandbox.process import deadline as sandbox_deadline
 from .answers import ChatAnswer, CompletionAnswer, Texts, embedding_answer, rerank_answer, sse
 from .embedding import EmbeddingWorker, Reranker
 from .feedback import Learning, rejected
-from .fields import field_error, not_found
+from .fields import answering, field_error, not_found
 from .generation import TextWorker
 from .http import (
     AccessGuard,
     EventStream,
     Handler,
     ServerSettings,
-    answering,
     error_response,
     failure,
     no_route,

@@ -1,7 +1,8 @@
-"""Objects of a request: null means "not given", and a fault names its field in plain words."""
+"""Objects of a request, checked: null means "not given", and a fault names its field in words."""
 
 import re
-from typing import Annotated, Any
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -12,8 +13,12 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from ..errors import Code, PackError
+from .http import Handler, error_response, read_body
 
 _CONTAINERS = 100_000  # lists and objects of a body, each of which takes many times its bytes
 _COMMAS = 1 << 18  # between numbers and keys, whose parsing keeps all others waiting
@@ -100,6 +105,35 @@ def parsed(kind: type[Object], body: bytes) -> Any:
         parts = [str(part) for part in first["loc"] if "[" not in str(part)]
         where = ".".join(parts)[:100]
         raise PackError(f"{where or 'body'}: {_reason(first)}", flag=where or None) from None
+
+
+def body_of(handler: Handler) -> type[Object] | None:
+    """Return the kind of the body that a handler takes, by the type of its second argument."""
+    kinds = [kind for kind in get_type_hints(handler).values() if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, Object)), None)
+
+
+def answering(handler: Handler) -> Handler:
+    """Return a handler of requests whose body is read and checked.
+
+    It answers errors of its own with status 500, on the open connection: Starlette would raise them
+    again after the answer, and uvicorn then close the connection.
+    """
+    kind = body_of(handler)
+
+    @wraps(handler)
+    async def answered(request: Request) -> Response:
+        try:
+            if kind is None:
+                return await handler(request)
+            body = parsed(kind, await read_body(request))
+            return await handler(request, body)
+        except (HTTPException, PackError, ClientDisconnect, TimeoutError):
+            raise  # each has an answer of its own
+        except Exception as error:
+            return error_response(error)
+
+    return answered
 
 
 def field_error(field: str, text: str, code: Code = "invalid") -> PackError:

@@ -7,8 +7,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import anyio
 from starlette.datastructures import Headers
@@ -20,7 +19,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..config.data import DataConfig
 from ..errors import PackError
-from .fields import Object, parsed
 
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Response]]  # of a request, and its body if there is one
@@ -182,35 +180,6 @@ def no_route(path: str, routes: Iterable[str], usual: str) -> JSONResponse:
 def public_message(error: PackError) -> str:
     """Return the message of an error as clients may read it: without folders of this machine."""
     return _FOLDERS.sub("", error.message)
-
-
-def body_of(handler: Handler) -> type[Object] | None:
-    """Return the kind of the body that a handler takes, by the type of its second argument."""
-    kinds = [kind for kind in get_type_hints(handler).values() if isinstance(kind, type)]
-    return next((kind for kind in kinds if issubclass(kind, Object)), None)
-
-
-def answering(handler: Handler) -> Handler:
-    """Return a handler of requests whose body is read and checked.
-
-    It answers errors of its own with status 500, on the open connection: Starlette would raise them
-    again after the answer, and uvicorn then close the connection.
-    """
-    kind = body_of(handler)
-
-    @wraps(handler)
-    async def answered(request: Request) -> Response:
-        try:
-            if kind is None:
-                return await handler(request)
-            body = parsed(kind, await read_body(request))
-            return await handler(request, body)
-        except (HTTPException, PackError, ClientDisconnect, TimeoutError):
-            raise  # each has an answer of its own
-        except Exception as error:
-            return error_response(error)
-
-    return answered
 
 
 async def read_body(request: Request, expected: str = "application/json") -> bytes:

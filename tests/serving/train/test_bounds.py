@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_packs.serving.app import make_app
-from mlx_packs.serving.http import body_of
+from mlx_packs.serving.fields import body_of
 from mlx_packs.serving.train.losses import LOSSES
 from mlx_packs.serving.train.rows import MESSAGES, checked_row, read_forward_request
 from tests.helpers.errors import raises
