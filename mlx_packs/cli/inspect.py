@@ -218,7 +218,6 @@ def list_packs(folder: str | None, hub_cache: bool, bases: bool) -> None:
     FOLDER is the current folder by default. With --hub-cache and no FOLDER, only the cache of
     pulled packs is searched. Only manifests and file sizes are read; `packs inspect` checks hashes.
     """
-    from ..bases import listing
     from ..packs.folder import list_packs, table
 
     if bases and (folder is not None or hub_cache):
@@ -226,6 +225,8 @@ def list_packs(folder: str | None, hub_cache: bool, bases: bool) -> None:
             "--bases: cannot be combined with FOLDER or --hub-cache. Pass one of them.", "conflict"
         )
     if bases:
+        from ..bases import listing
+
         listed = listing.list_bases()
         print_report({"bases": listed}, listing.table(listed))
         return
