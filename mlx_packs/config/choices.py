@@ -9,6 +9,7 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -560,10 +561,11 @@ def architecture_of(model_type: str | None) -> str:
 @cache
 def package_of(model_type: str) -> str:
     """Return ``mlx-lm``, or ``mlx-vlm`` for a ``model_type`` that mlx-lm lacks."""
-    from mlx_lm import models
-    from mlx_lm.utils import MODEL_REMAPPING
+    models = Path(find_spec("mlx_lm").origin).with_name("models")
+    if not (models / f"{model_type}.py").is_file():
+        from mlx_lm.utils import MODEL_REMAPPING  # which loads MLX and transformers
 
-    name = MODEL_REMAPPING.get(model_type, model_type)
-    if any((Path(folder) / f"{name}.py").is_file() for folder in models.__path__):
+        model_type = MODEL_REMAPPING.get(model_type, model_type)
+    if (models / f"{model_type}.py").is_file():
         return "mlx-lm"
     return "mlx-vlm"
