@@ -10,6 +10,8 @@ from mlx_packs.errors import PackError
 from mlx_packs.files import exclusive_writer
 from mlx_packs.studio.access import folder_of_run
 from mlx_packs.studio.runs import live, report_page, run_page, runs_of
+from tests.helpers.interpreter import run_python
+from tests.helpers.packs import BASE, write_pack
 from tests.helpers.run_folders import losses, make_run
 
 RESULT = {"ppl_before": 9.5, "ppl_after": 2.25, "gates": {"max_pack_mb": {"passed": False}}}
@@ -149,3 +151,29 @@ def test_an_answer_of_a_long_run_is_small(home):
     lines = [{"batch": 10 * n, "tokens_per_s": 345.678 + n % 9, **line} for n in range(10_000)]
     make_run(home, metrics=lines)
     assert len(json.dumps(live(home, "tickets", "", 0))) < 200_000
+
+
+def test_the_server_renders_pages_without_numpy_and_mlx(home):
+    """It would be twice as large with them, and computes nothing."""
+    make_run(home, metrics=losses(10, 20), report=RESULT, batch=20, batches=20)
+    base = {**BASE, "fingerprint": "b" * 64}
+    write_pack(home / "packs" / "tickets", base=base, data={"fingerprint": {}})
+    run_python(f"""
+import asyncio, sys
+from pathlib import Path
+from starlette.requests import Request
+from mlx_packs.studio import app, new_run
+
+async def streamed(response): return "".join([part async for part in response.body_iterator])
+
+new_run.reports_of = lambda *_: iter([{{"bases": []}}])  # of a command, in a process of its own
+studio = app.Studio(Path({str(home)!r}))
+request = Request({{"type": "http", "query_string": b"", "headers": []}})
+screens = [studio.screen(name, request) for name in ("use", "ratings", "export")]
+report = studio.report(request, "tickets")
+assert b"not beside" not in report.body and b"Some-4bit" in report.body
+pages = [studio.runs(request), studio.run(request, "tickets"), report, *screens]
+assert {{page.status_code for page in pages}} == {{200}}
+assert "bundled" in asyncio.run(streamed(studio.new(request)))
+assert not (heavy := {{"numpy", "mlx.core", "pydantic"}} & set(sys.modules)), heavy
+""")
