@@ -310,6 +310,6 @@ def did_you_mean(name: str, valid: list[str]) -> str:
     """Return a sentence that names the nearest valid spelling, or lists the valid ones."""
     import difflib
 
-    if near := difflib.get_close_matches(name, valid, n=1, cutoff=0.5):
+    if near := difflib.get_close_matches(name, valid, n=1):
         return f"Did you mean '{near[0]}'?"
     return f"Valid: {', '.join(sorted(valid))}."

@@ -83,9 +83,11 @@ def resolve_checkpoint(name: str | Path) -> Path:
         raise PackError(f"--model {name}: no such file.", "not-found", "model")
 
     if not is_hub_id(str(name)):
-        hint = f" Its 4-bit form may be 'mlx-community/{name}'." if "/" not in str(name) else ""
+        hint = "`packs list --bases` lists the models on this disk."
+        if path.name == str(name) and path.name.endswith("bit"):
+            hint = f"Did you mean 'mlx-community/{name}'?"
         raise PackError(
-            f"--model {name}: no such folder, and not a hub id (owner/name).{hint}", "not-found"
+            f"--model {name}: no such folder, and not a hub id (owner/name). {hint}", "not-found"
         )
 
     return _hub_snapshot(str(name))

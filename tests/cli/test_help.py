@@ -38,6 +38,14 @@ def flags_in(text: str) -> set[str]:
     return set(re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", text, re.M))
 
 
+def test_help_and_version_are_commands_too():
+    assert shown("help") == shown("--help")
+    assert shown("help", "merge") == shown("merge", "--help")
+    assert shown("version") == shown("--version")
+    result = CliRunner().invoke(packs, ["init"])  # like no other
+    assert result.exit_code == 2 and "Did you mean" not in result.output
+
+
 def test_short_help_has_the_common_options_in_sections():
     text = shown("train", "-h")
     flags = flags_in(text)
