@@ -55,7 +55,7 @@ def replace_folder(partial: Path, path: Path) -> None:
     """Give a finished folder the name ``path``, durably; then remove the one that had it.
 
     The names are exchanged atomically. If kernel or file system cannot do that, the old folder is
-    moved to a hidden name first; it stays on failure.
+    moved to a hidden name first; it stays on failure. What a killed process moved is removed, too.
     """
     filesystem.sync_tree(partial)
 
@@ -69,8 +69,9 @@ def replace_folder(partial: Path, path: Path) -> None:
 
     filesystem.sync(path.parent)
     if old is not None:
-        with suppress(OSError):
-            discard(old, path)
+        for folder in {old, *path.parent.glob(f".{glob.escape(path.name)}.{OLD}-*")}:
+            with suppress(OSError):
+                discard(folder, path)
 
 
 def _put_in_place(partial: Path, path: Path) -> Path | None:

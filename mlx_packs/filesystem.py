@@ -2,10 +2,10 @@
 
 ``.NAME.partial-HOST-RANDOM`` is a file or folder that becomes ``NAME``, or was it and is being
 removed: it is deleted once nobody uses it. ``.NAME.old-HOST-RANDOM`` was ``NAME`` and is complete:
-nothing removes it after a process was killed between two renames. ``.NAME.lock`` shows that a
-process writes ``NAME``. Its user holds a lock on it, which ends with the process. Locks of other
-hosts may not be visible here (network folders, shared folders of virtual machines), so their
-leftovers are kept for a day.
+after a process was killed between two renames it stays until ``NAME`` is replaced again.
+``.NAME.lock`` shows that a process writes ``NAME``. Its user holds a lock on it, which ends with
+the process. Locks of other hosts may not be visible here (network folders, shared folders of
+virtual machines), so their leftovers are kept for a day.
 """
 
 import ctypes

@@ -178,6 +178,15 @@ def test_a_folder_that_was_moved_away_stays(tmp_path):
     assert text_of(old) == "old"
 
 
+def test_what_was_moved_away_is_removed_once_the_folder_is_replaced(tmp_path):
+    old = write(hidden_name(tmp_path / "x", OLD), "of a process that was killed after two renames")
+    other = write(hidden_name(tmp_path / "xy", OLD), "of another folder")
+    write(tmp_path / "x", "its result")  # where nothing was replaced
+    assert old.exists()
+    write(tmp_path / "x", "new")
+    assert text_of(tmp_path / "x") == "new" and not old.exists() and other.exists()
+
+
 def test_lock_files_of_others_stay(tmp_path):
     (tmp_path / ".theirs.lock").write_text("4711\n")
     (tmp_path / ".empty.lock").touch()
