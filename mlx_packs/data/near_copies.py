@@ -163,11 +163,11 @@ def row_notes(
     }
     copies = {s: NearCopies(rows, row_format, names) for s, rows in looked_at.items()}
     first: dict[str, dict[int, int]] = {split: {} for split in copies}
-    empty: list[int] = []
+    empty: dict[str, list[int]] = {"train": []}
 
     for i, row in compared(train):
         if _has_empty_answer(row, row_format, names):
-            empty.append(i)
+            empty["train"].append(i)
 
         words = words_of(row, row_format, names) if copies else ()
         images = images_key(row) if words else ""
@@ -175,15 +175,9 @@ def row_notes(
             for number in of_split.repeated_by(words, images):
                 first[split].setdefault(number, i)
 
-    notes = []
-    if empty:
-        number = f"{len(empty):,} training examples have"
-        if len(empty) == 1:
-            number = "1 training example has"
-        notes.append(
-            f"{number} an empty answer ({train.where(empty[0])}): the pack learns to answer nothing"
-        )
-
+    for split, rows in held_out.items():
+        empty[split] = [i for i, r in compared(rows) if _has_empty_answer(r, row_format, names)]
+    notes = [_empty_note(split, as_rows(splits[split]), i) for split, i in empty.items() if i]
     for split, found in first.items():
         if found:
             notes.append(_leak_note(split, held_out[split], len(looked_at[split]), train, found))
@@ -198,6 +192,14 @@ def _has_empty_answer(row: Row, row_format: RowFormat, names: DataConfig) -> boo
         return usable and row_format.read(row, names).answer == ""
     except RowError:
         return False
+
+
+def _empty_note(split: str, rows: Rows, empty: Sequence[int]) -> str:
+    name = "training" if split == "train" else split
+    outcome = "the pack learns" if split == "train" else "the result rewards the pack"
+    number = f"{len(empty):,} {name} examples have" if len(empty) > 1 else f"1 {name} example has"
+    where = rows.where(empty[0])
+    return f"{number} an empty answer ({where}): {outcome} to answer nothing. Remove them if wrong"
 
 
 def _leak_note(

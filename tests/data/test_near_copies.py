@@ -119,9 +119,10 @@ def test_empty_answers_are_said(tmp_path):
     rows = [{"prompt": sentence(i, 4), "completion": a} for i, a in enumerate(answers)]
     write_rows(tmp_path, train=rows, test=[{"prompt": "new", "completion": ""}])
     splits = load_rows(DataConfig(data=str(tmp_path)))
-    (note,) = row_notes(splits.rows, splits.format, COLUMNS)
+    note, of_test = row_notes(splits.rows, splits.format, COLUMNS)
     assert note.startswith("2 training examples have an empty answer (")
     assert "train.jsonl:4)" in note
+    assert of_test.startswith("1 test example has an empty answer (") and "test.jsonl:1)" in of_test
 
 
 @pytest.mark.parametrize("column", ["image", "images", "part", "bytes"])
