@@ -419,7 +419,7 @@ def test_answers_of_the_pack_that_learns_are_rated_and_corrected(
         expect(page.locator(".kept").nth(1)).to_have_text("Kept.")
         assert [row["label"] for row in rows("kto")] == [False]
 
-        page.get_by_role("button", name="Correct", exact=True).click()
+        page.get_by_role("button", name="Write a better answer").click()
         correction = page.get_by_role("textbox", name="The answer should have been")
         assert correction.input_value() == texts(page, ".answer")[1]
         page.get_by_role("button", name="Keep correction").click()
