@@ -34,6 +34,7 @@ from mlx_packs.tasks.sample_prompt import SamplePrompt
 from mlx_packs.terminal import printable
 from mlx_packs.training.observers import OBSERVERS
 from tests.helpers import bases, seconds, tenth
+from tests.helpers.browser import launched, watched_pages
 from tests.helpers.emulation import Emulated, emulation
 from tests.helpers.encoders import write_encoder
 from tests.helpers.local_hub import LocalHub, local_hub
@@ -226,6 +227,28 @@ def rejected(run):
         return run.error
 
     return go
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    """Chromium or Chrome of this machine."""
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture
+def expect(browser):
+    """Check what a page shows, and wait for it."""
+    from playwright.sync_api import expect
+
+    return expect
+
+
+@pytest.fixture
+def new_page(browser) -> Iterator:
+    """Open pages of which nothing may fail, or be asked of others."""
+    with watched_pages(browser) as new_page:
+        yield new_page
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from mlx_packs import Pack, load_base
 from mlx_packs.learning.folder import LearningFolder
 from mlx_packs.serving.embedding import EmbeddingWorker
 from mlx_packs.serving.generation import TextWorker
-from tests.helpers.browser import launched, watched_pages
 from tests.helpers.packs import random_pack
 from tests.helpers.serving import Running
 from tests.serving.conftest import LIMITS, serving
@@ -23,30 +22,16 @@ HOSTILE = '<img src=x onerror="document.title=\'broken\'"><b>bold</b> & "quoted"
 LONG = {"temperature": "2", "max_tokens": "1900", "seed": "1"}  # ends long after a test
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as browser:
-        yield browser
-
-
 @pytest.fixture
-def expect(browser):
-    from playwright.sync_api import expect
+def opened(new_page):
+    """Open the page of a server."""
 
-    return expect
+    def go(server, **options: object):
+        page = new_page(**options)
+        page.goto(server.url)
+        return page
 
-
-@pytest.fixture
-def opened(browser):
-    """Open the page of a server; nothing on it may fail, or be asked of others."""
-    with watched_pages(browser) as new_page:
-
-        def go(server, **options: object):
-            page = new_page(**options)
-            page.goto(server.url)
-            return page
-
-        yield go
+    return go
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
+from functools import partial
+from urllib.parse import urljoin
+
 import pytest
 
 from mlx_packs.studio.access import Login, page_that_opens
 from mlx_packs.studio.app import make_app
-from tests.helpers.browser import launched, watched_pages
 from tests.helpers.serving import RunningApp
 
 
@@ -36,30 +38,22 @@ def studio(home):
         yield running
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as browser:
-        yield browser
+@pytest.fixture
+def signed_in(new_page, tmp_path):
+    """Open the page of a studio by a file as packs studio writes it."""
+
+    def go(running, **options: object):
+        page = new_page(**options)
+        url = f"http://127.0.0.1:{running.port}/"
+        file = tmp_path / "open.html"
+        file.write_text(page_that_opens(urljoin(url, running.link)))
+        page.goto(file.as_uri())
+        page.wait_for_url(url)
+        return page
+
+    return go
 
 
 @pytest.fixture
-def expect(browser):
-    from playwright.sync_api import expect
-
-    return expect
-
-
-@pytest.fixture
-def opened(browser, studio, tmp_path):
-    """Sign in by the file that packs studio opens; nothing may fail, or be asked of others."""
-    with watched_pages(browser) as new_page:
-
-        def go(**options: object):
-            page = new_page(**options)
-            file = tmp_path / "open.html"
-            file.write_text(page_that_opens(studio.login.link(studio.url)))
-            page.goto(file.as_uri())
-            page.wait_for_url(f"{studio.url}/")
-            return page
-
-        yield go
+def opened(signed_in, studio):
+    return partial(signed_in, studio)

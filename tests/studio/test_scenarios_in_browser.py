@@ -13,7 +13,6 @@ import pytest
 from mlx_packs import Pack
 from mlx_packs.files import exclusive_writer
 from mlx_packs.training.status import read_status
-from tests.helpers.browser import watched_pages
 from tests.helpers.run_folders import make_run
 from tests.helpers.serving import until
 from tests.helpers.studio import studio
@@ -36,20 +35,6 @@ def audit(event, arguments):
         raise OSError(f"{host}: no network")
 sys.addaudithook(audit)
 """
-
-
-@pytest.fixture
-def signed_in(browser):
-    """Open the page of a studio in a browser of its own, by the link that it printed."""
-    with watched_pages(browser) as new_page:
-
-        def go(running, **options: object):
-            page = new_page(**options)
-            page.goto(running.link)
-            page.wait_for_url(f"http://127.0.0.1:{running.port}/")
-            return page
-
-        yield go
 
 
 def rows(count: int) -> list[str]:
