@@ -63,8 +63,8 @@ class DataConfig(Settings):
         phase=True,
     )
     chat_feature: str = _column("messages", "Column with the messages of a chat.")
-    prompt_feature: str = _column("prompt", "Column with the prompt.")
-    completion_feature: str = _column("completion", "Column with the completion.")
+    prompt_feature: str = _column("prompt", "Column with the prompt (what is asked).")
+    completion_feature: str = _column("completion", "Column with the completion (what is learned).")
     text_feature: str = _column("text", "Column with plain text.")
     on_bad_row: str = _data(
         "stop",
