@@ -107,27 +107,20 @@ class Access:
         await (rejection or self._app)(scope, receive, send_with_policy)
 
     def _rejection(self, request: Request) -> Response | None:
+        """Return the answer to a browser that is not signed in, or to a page of another origin.
+
+        Browsers add both headers, and pages cannot change them; changes must have an origin. Other
+        ports of this machine are other origins, too, though they share its cookies.
+        """
         if not self._login.knows(request):
             text = "This browser is not signed in. Open the link that packs studio printed."
             return self._error_page(401, text)
-        if is_foreign(request):
+        ours = f"http://{request.headers.get('host', '')}"
+        origin = request.headers.get("origin", ours if request.method in _READ else "")
+        site = request.headers.get("sec-fetch-site", "none")
+        if origin != ours or site not in ("none", "same-origin"):
             return self._error_page(403, "This request is not of a page of packs studio.")
         return None
-
-
-def is_foreign(request: Request) -> bool:
-    """Return whether a page of another origin sends a request; changes must prove that they do not.
-
-    Browsers add both headers, and pages cannot change them. Other ports of this machine are other
-    origins, too, though they share its cookies.
-    """
-    headers = request.headers
-    ours = f"http://{headers.get('host', '')}"
-    origin = headers.get("origin")
-    if request.method not in _READ and origin is None:
-        return True
-    site = headers.get("sec-fetch-site", "none")
-    return origin not in (None, ours) or site not in ("none", "same-origin")
 
 
 def folder_of_run(home: Path, name: str) -> Path:

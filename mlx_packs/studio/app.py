@@ -30,7 +30,7 @@ from ..report.page import environment
 from ..serving.http import AccessGuard, ServerSettings, error_response, read_body
 from ..serving.page import ASKED, page, pass_on, policy_with
 from . import jobs, new_run
-from .access import CONTENT_POLICY, LOGIN, OF_RUN, POLICY, RUNS, Access, Login
+from .access import CONTENT_POLICY, LOGIN, OF_RUN, POLICY, Access, Login
 from .commands import Child, Outcome
 from .runs import live, report_page, run_page, runs_of
 from .use import COMMANDS, facts_of
@@ -38,8 +38,6 @@ from .use import COMMANDS, facts_of
 _HERE = Path(__file__).parent
 _MOST_FIELDS = 100  # of a form
 _READERS = 4  # requests that read at once
-_FORM = "application/x-www-form-urlencoded"
-_EXAMPLE = {"sample_every": "50"}  # the bundled model and data are the defaults
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
@@ -49,10 +47,6 @@ def _template(name: str) -> Template:
 
 def _page(name: str, code: int = 200, **content: Any) -> Response:
     return HTMLResponse(_template(f"{name}.html").render(**content), code)
-
-
-def _page_with(policy: str, html: str) -> Response:
-    return HTMLResponse(html, headers={CONTENT_POLICY: policy})
 
 
 def _error_page(code: int, message: str) -> Response:
@@ -71,7 +65,7 @@ def _see(path: str) -> Response:
 
 
 async def _form_of(request: Request) -> dict[str, str]:
-    body = await read_body(request, _FORM)
+    body = await read_body(request, "application/x-www-form-urlencoded")
     try:
         return dict(parse_qsl(body.decode(), max_num_fields=_MOST_FIELDS))
     except ValueError:
@@ -127,7 +121,8 @@ class Studio:
         return JSONResponse(live(self._home, name, file, int(start)))
 
     def report(self, _: Request, name: str) -> Response:
-        return _page_with(_REPORT_POLICY, report_page(self._home, name))
+        html = report_page(self._home, name)
+        return HTMLResponse(html, headers={CONTENT_POLICY: _REPORT_POLICY})
 
     # Screens that start a command
 
@@ -144,11 +139,14 @@ class Studio:
 
     def screen(self, screen: str, request: Request) -> Response:
         outcome = self.outcome(screen)
-        chosen = request.query_params.get("pack", "")
-        is_served = not chosen or f"--pack={RUNS}/{chosen}" in outcome.command.split()
+        chosen = outcome.form
+        if pack := request.query_params.get("pack"):
+            chosen = {"pack": pack, f"pack:{pack}": "on", "learn": "on"}
+        is_served = not pack or f"pack:{pack}" in outcome.form
         if screen == "use" and outcome.state == "done" and is_served:
             html = page(_template("answers.html").render(address=outcome.report["address"]))
-            return _page_with(policy_with(html, POLICY[CONTENT_POLICY]), html)
+            policy = policy_with(html, POLICY[CONTENT_POLICY])
+            return HTMLResponse(html, headers={CONTENT_POLICY: policy})
         return _page(screen, outcome=outcome, chosen=chosen, **facts_of(self._home))
 
     def state(self, screen: str, _: Request) -> Response:
@@ -156,12 +154,13 @@ class Studio:
         return JSONResponse([outcome.state, outcome.text])
 
     def start_command(self, screen: str, request: Request) -> Response:
-        command = COMMANDS[screen](request.state.form)
+        form = request.state.form
+        command = COMMANDS[screen](form)
         with self._starting:
             if self.outcome(screen).state == "working":
                 raise PackError(f"{command[0]}: runs already. Wait for it, or stop it.", "busy")
             self.end_command(screen, request)
-            self._children[screen] = Child(self._home, *command)
+            self._children[screen] = Child(self._home, *command, form=form)
         return _see(f"/{screen}")
 
     def end_command(self, screen: str, request: Request) -> Response:
@@ -185,10 +184,12 @@ class Studio:
 
     def start(self, request: Request) -> Response:
         values = new_run.values_of(request.state.form)
+        name = new_run.NewRun(self._home, values).name
         try:
-            return _see(f"/runs/{new_run.start(self._home, values)}")
+            jobs.queue(self._home, name, new_run.settings_of(values))
         except PackError as error:
             return self._form(values, error)
+        return _see(f"/runs/{name}")
 
     def _form(self, values: dict[str, str], fault: PackError | None = None) -> Response:
         form = new_run.NewRun(self._home, values, fault)
@@ -197,17 +198,13 @@ class Studio:
 
     async def upload(self, request: Request) -> Response:
         try:
-            size = request.headers.get("content-length", "")
-            name = request.query_params.get("name", "")
-            parts = request.stream()
-            data = await new_run.save_upload(self._home, name, int(size or 0), parts)
-            return JSONResponse({"data": data})
+            return JSONResponse({"data": await new_run.save_upload(self._home, request)})
         except Exception as error:
             return error_response(error)
 
     def start_example(self, _: Request) -> Response:
         name = jobs.free_name(self._home, "example")
-        jobs.queue(self._home, name, _EXAMPLE)
+        jobs.queue(self._home, name, {"sample_every": "50"})  # of the bundled model and data
         return _see(f"/runs/{name}")
 
     def stop(self, _: Request, name: str) -> Response:
@@ -236,34 +233,31 @@ def make_app(home: Path, login: Login) -> Starlette:
         return login.answer(request) or _error_page(403, text)
 
     handlers = {
-        "/": studio.runs,
-        "/states": studio.states,
-        "/runs/{name}": studio.run,
-        "/runs/{name}/lines": studio.lines,
-        "/runs/{name}/report": studio.report,
-        "/new": studio.new,
-        "/studio.css": studio.style,
-    }
-    changes = {
-        "/new": studio.start,
-        "/example": studio.start_example,
-        "/runs/{name}/stop": studio.stop,
-        "/runs/{name}/resume": studio.resume,
-        "/runs/{name}/delete": studio.delete,
+        "GET /": studio.runs,
+        "GET /states": studio.states,
+        "GET /runs/{name}": studio.run,
+        "GET /runs/{name}/lines": studio.lines,
+        "GET /runs/{name}/report": studio.report,
+        "POST /runs/{name}/stop": studio.stop,
+        "POST /runs/{name}/resume": studio.resume,
+        "POST /runs/{name}/delete": studio.delete,
+        "GET /new": studio.new,
+        "POST /new": studio.start,
+        "POST /example": studio.start_example,
+        "GET /studio.css": studio.style,
     }
     for screen in COMMANDS:
-        handlers[f"/{screen}"] = partial(studio.screen, screen)
-        handlers[f"/{screen}/state"] = partial(studio.state, screen)
-        changes[f"/{screen}"] = partial(studio.start_command, screen)
-        changes[f"/{screen}/stop"] = partial(studio.end_command, screen)
+        handlers[f"GET /{screen}"] = partial(studio.screen, screen)
+        handlers[f"GET /{screen}/state"] = partial(studio.state, screen)
+        handlers[f"POST /{screen}"] = partial(studio.start_command, screen)
+        handlers[f"POST /{screen}/stop"] = partial(studio.end_command, screen)
     routes: list[BaseRoute] = [
         Route(path, studio.answering(handler), methods=[method])
-        for method, table in (("GET", handlers), ("POST", changes))
-        for path, handler in table.items()
+        for (method, path), handler in ((key.split(), each) for key, each in handlers.items())
     ]
     routes += [Route(path, studio.pass_on, methods=[method]) for path, method in ASKED.items()]
-    routes += [Route("/upload", studio.upload, methods=["POST"])]
-    routes += [Route(LOGIN, log_in), Mount("/static", StaticFiles(directory=_HERE / "static"))]
+    routes += [Route("/upload", studio.upload, methods=["POST"]), Route(LOGIN, log_in)]
+    routes += [Mount("/static", StaticFiles(directory=_HERE / "static"))]
     pages = {HTTPException: _failed}
     app = Starlette(routes=routes, exception_handlers=pages, lifespan=studio.lifespan)
     app.add_middleware(AccessGuard, settings=ServerSettings(), computing=())

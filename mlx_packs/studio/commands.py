@@ -13,36 +13,29 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import PackError
-from ..reading import Tail, json_objects, open_regular, tail_of
+from ..reading import json_objects, open_regular, tail_of
 
-_END_S = 20.0
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a command so far.
+    """What came of a command so far."""
 
-    Attributes:
-        state: working, done or failed; empty if none was started.
-        text: the last line of its progress, or its error.
-        report: the object that it printed.
-        command: its command line in a terminal.
-        error: why it failed.
-    """
-
-    state: str = ""
-    text: str = ""
-    report: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
+    state: str = ""  # working, done or failed; empty if none was started
+    text: str = ""  # the last line of its progress, or its error
+    report: Mapping[str, Any] = field(default_factory=dict)  # that it printed
+    command: str = ""  # its command line in a terminal
     error: PackError | None = None
+    form: Mapping[str, str] = field(default_factory=dict)  # that started it
+    progress: Sequence[bytes] = ()  # lines that it printed while it worked
 
 
 class Child:
@@ -52,8 +45,9 @@ class Child:
     A server is done when it is ready, and has failed when it has ended.
     """
 
-    def __init__(self, home: Path, *arguments: str) -> None:
+    def __init__(self, home: Path, *arguments: str, form: Mapping[str, str] | None = None) -> None:
         self._arguments = arguments
+        self._form = form or {}
         self._reading = threading.Lock()
         with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as progress:
             self._output = open_regular(Path(output.name))
@@ -89,20 +83,10 @@ class Child:
         if error is not None:
             state = "failed"
             text = error.message
-        return Outcome(state, text, report, shlex.join(["packs", *self._arguments]), error)
+        command = shlex.join(["packs", *self._arguments])
+        return Outcome(state, text, report, command, error, self._form, lines)
 
-    def objects(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects among the lines of its progress, as they come, until it has ended."""
-        seen = Tail([])
-        is_running = True
-        while is_running:
-            is_running = self._process.poll() is None
-            seen = tail_of(self._progress, seen.file, seen.end)
-            yield from json_objects(seen.lines)
-            if is_running:
-                time.sleep(_POLL_S)
-
-    def stop(self, patience: float = _END_S) -> None:
+    def stop(self, patience: float = 20.0) -> None:
         """End the command, and wait for it; kill it after ``patience`` seconds."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -110,12 +94,6 @@ class Child:
         self._process.kill()
         with self._process, self._output, self._progress:
             pass  # closes them
-
-
-def report_of(home: Path, *arguments: str) -> dict[str, Any]:
-    """Return the JSON report of a command that runs in the home; raise its error."""
-    *_, report = reports_of(home, *arguments)
-    return report
 
 
 def reports_of(home: Path, *arguments: str) -> Iterator[dict[str, Any]]:
@@ -127,9 +105,14 @@ def reports_of(home: Path, *arguments: str) -> Iterator[dict[str, Any]]:
         PackError: the command failed: its own error, with code and flag.
     """
     child = Child(home, *arguments)
+    outcome = Outcome("working")
+    count = 0
     try:
-        yield from child.objects()
-        outcome = child.outcome
+        while outcome.state == "working":
+            time.sleep(_POLL_S)
+            outcome = child.outcome
+            yield from json_objects(outcome.progress[count:])
+            count = len(outcome.progress)
     finally:
         child.stop(0)
     yield dict(outcome.report)
@@ -138,8 +121,7 @@ def reports_of(home: Path, *arguments: str) -> Iterator[dict[str, Any]]:
 
 
 def end_with_studio() -> None:
-    """End this process when its standard input ends, on which the studio sends nothing."""
-    os.read(0, 1)
+    os.read(0, 1)  # returns when the input ends, as the studio sends nothing
     os.kill(os.getpid(), signal.SIGTERM)
 
 

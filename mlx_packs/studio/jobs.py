@@ -30,7 +30,7 @@ from .access import RUNS, check_data, check_name, folder_of_run
 
 # What a form or a waiting run may specify; all else has its default.
 SETTINGS = """
-model data task on_bad_row chat_feature prompt_feature completion_feature text_feature iters epochs
+model data task on_bad_row prompt_feature completion_feature chat_feature text_feature iters epochs
 patience learning_rate batch_size grad_accumulation_steps rank max_seq_length recompute quantize
 metric sample_every seed
 """.split()
@@ -58,31 +58,28 @@ def arguments_of(home: Path, name: str, settings: Mapping[str, str]) -> list[str
     """Return the arguments of `packs train` for a run of the home; they run in that folder.
 
     Raises:
-        PackError: a setting is none of `SETTINGS` or no text, or the data are outside of the home.
+        PackError: a setting is none of `SETTINGS` or no text, the data are outside of the home, or
+            a run that is to be resumed has settings that only a terminal may have.
     """
-    resume = "resume" in settings
-    named = {key: value for key, value in settings.items() if key != "resume"}
-    for key, value in named.items():
-        if key not in SETTINGS or not isinstance(value, str) or not value.isprintable():
+    for key, value in settings.items():
+        is_known = key in SETTINGS or key == "resume"
+        if not is_known or not isinstance(value, str) or not value.isprintable():
             raise PackError(f"{key!r:.80}: is no setting of the studio.", "unknown")
 
-    if "data" in named:
-        check_data(home, named["data"])
-    if resume:
-        _check_local(home, name)
+    if "data" in settings:
+        check_data(home, settings["data"])
+    arguments = [f"{flag_of(key)}={settings[key]}" for key in SETTINGS if settings.get(key)]
+    arguments = ["train", *arguments, f"--out={RUNS}/{name}"]
+    if "resume" not in settings:
+        return arguments
 
-    arguments = [f"{flag_of(key)}={named[key]}" for key in SETTINGS if named.get(key)]
-    return ["train", *arguments, f"--out={RUNS}/{name}", *["--resume"] * resume]
-
-
-def _check_local(home: Path, name: str) -> None:
-    """Check that a run can be resumed, and without settings that only a terminal may have."""
     recipe = RunFolder(folder_of_run(home, name)).check_resumable()["recipe"]
     for setting in _OF_TERMINALS:
         if recipe.get(setting):
             command = f"`packs train --out {RUNS}/{name} --resume`"
             text = f"the run has {flag_of(setting)}. Resume it in a terminal: {command}."
             raise PackError(f"{name}: {text}", "conflict")
+    return [*arguments, "--resume"]
 
 
 def queue(home: Path, name: str, settings: Mapping[str, str]) -> None:
@@ -227,12 +224,13 @@ def waiting_arguments(home: Path, folder: Path) -> list[str]:
 
 def _started(home: Path, folder: Path, queued: int) -> bool:
     """Start a waiting run; if its settings are unfit, note that in its log and return False."""
+    waiting = folder / WAITING
     try:
-        since = (folder / WAITING).stat().st_mtime_ns
+        since = waiting.stat().st_mtime_ns
         arguments = waiting_arguments(home, folder)
     except PackError as error:
         (folder / LOG).write_text(f"packs: {error.message}\n")
-        (folder / WAITING).unlink(missing_ok=True)
+        waiting.unlink(missing_ok=True)
         return False
 
     with (folder / LOG).open("ab") as log:
@@ -245,22 +243,18 @@ def _started(home: Path, folder: Path, queued: int) -> bool:
             start_new_session=True,
             pass_fds=[queued],
         )
-    waited = (process, home, folder / WAITING, since)
-    threading.Thread(target=_reap, args=waited, daemon=True).start()
+
+    def reap() -> None:
+        """Remove what would start a run again that failed early; a later file is to resume it."""
+        process.wait()
+        with suppress(OSError):
+            if waiting.stat().st_mtime_ns == since:
+                waiting.unlink()
+        with suppress(OSError, PackError):
+            start_next(home)
+
+    threading.Thread(target=reap, daemon=True).start()
     return True
-
-
-def _reap(process: subprocess.Popen, home: Path, waiting: Path, since: int) -> None:
-    """Wait for the end of a run; one that failed early would be started again.
-
-    A later file, which is to resume the run, stays.
-    """
-    process.wait()
-    with suppress(OSError):
-        if waiting.stat().st_mtime_ns == since:
-            waiting.unlink()
-    with suppress(OSError, PackError):
-        start_next(home)
 
 
 def keep_starting(home: Path) -> None:

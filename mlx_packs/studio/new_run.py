@@ -8,10 +8,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from starlette.requests import Request
 
 from ..config.data import COLUMN_SETTINGS
 from ..config.fields import facts_of
@@ -24,11 +26,13 @@ from ..files import make_folder, write_errors
 from ..filesystem import temporary
 from . import jobs
 from .access import DATA, check_data
-from .commands import report_of, reports_of
+from .commands import reports_of
+from .runs import duration
 
-MOST_BYTES = 2 << 30  # of an upload
-_SPARE_BYTES = 1 << 30  # that an upload leaves free
+MOST_BYTES = 2 * 10**9  # of an upload
+_SPARE_BYTES = 10**9  # that an upload leaves free
 _SHOWN = 5  # examples
+_LINES = 60  # that are searched for them: a cell of a table may have many
 _KNOWN = 32  # checks that are remembered
 _ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 _FILE = re.compile(r"\w[\w .()-]{0,120}")
@@ -37,6 +41,7 @@ _PRESETS = {
     "Normal": {"iters": "200", "rank": "16", "sample_every": "50"},
     "Thorough": {"iters": "600", "patience": "3", "rank": "16", "sample_every": "100"},
 }
+_NOTED = {"iters": "batches", "sample_every": "answers every"}
 # The models of docs/choose.md.
 _MODELS = """
 Qwen3-0.6B Qwen3-1.7B Qwen3-4B Meta-Llama-3-8B-Instruct Qwen3-8B Qwen3-14B Qwen3-32B
@@ -44,12 +49,13 @@ Meta-Llama-3-70B-Instruct
 """.split()
 _READING = ("model", "task", "max_seq_length", *COLUMN_SETTINGS)  # what examples are read with
 _VALUES = (*jobs.SETTINGS, "name", "preset", "row")
-_FACTS = {  # of the settings that have a field of their own below the plan
+_FIELDS = {
     field.name: facts_of(field)
     for config in (DataConfig, LoRAConfig, TrainConfig)
     for field in dataclasses.fields(config)
-    if field.name in jobs.SETTINGS and field.name not in ("data", "on_bad_row")
+    if field.name not in ("data", "on_bad_row")
 }
+_FACTS = {name: _FIELDS[name] for name in jobs.SETTINGS if name in _FIELDS}  # of the inputs
 _PLANNED = {"model", "data", "on_bad_row"}  # and more settings, by which `packs plan` estimates
 _PLANNED |= {k for k, f in _FACTS.items() if f.memory or f.disk or f.time or f.column}
 _checks: dict[tuple, list[dict]] = {}
@@ -66,25 +72,17 @@ def values_of(form: Mapping[str, str]) -> dict[str, str]:
 def settings_of(values: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of a run: what the form specifies, over its preset."""
     settings = {name: values[name] for name in jobs.SETTINGS if values.get(name)}
-    preset = dict(_PRESETS.get(values.get("preset", ""), _PRESETS["Normal"]))
+    preset = _PRESETS.get(values.get("preset", ""), _PRESETS["Normal"])
     task = settings.get("task", TrainConfig.task)
-    replaced = ("iters", "epochs") if settings.keys() & {"iters", "epochs"} else ()
-    for name in [*replaced, *(name for name in preset if task not in (tasks_of(name) or [task]))]:
-        preset.pop(name, None)
-    return preset | settings
-
-
-def start(home: Path, values: Mapping[str, str]) -> str:
-    """Queue the run of a form; return its name."""
-    name = NewRun(home, values).name
-    jobs.queue(home, name, settings_of(values))
-    return name
+    chosen = {name: preset[name] for name in preset if task in (tasks_of(name) or [task])}
+    if "epochs" in settings:
+        del chosen["iters"]
+    return chosen | settings
 
 
 class NewRun:
     """What the template shows, in its order; commands run when their results are asked for."""
 
-    presets = _PRESETS
     facts = _FACTS
     most_bytes = MOST_BYTES
 
@@ -103,19 +101,17 @@ class NewRun:
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(values.get("data", "")).stem).strip("-._")
         self.name = values.get("name") or jobs.free_name(home, stem[:40] or "run")
 
-    def models(self) -> Iterator[tuple[str, str]]:
-        """Yield name and note of each model, those on this disk first."""
+    def models(self) -> Mapping[str, str]:
+        """Return a note on each model by its name, those on this disk first."""
         notes = {"tiny": "bundled: to try what training is like"}
-        yield from notes.items()
         with suppress(PackError):
-            minute = time.time() // 60
-            (report,) = self._checked(minute, "list", "--bases")
+            (report,) = self._checked(time.time() // 60, "list", "--bases")
             for base in report["bases"]:
-                if base["name"] not in notes:
-                    notes[base["name"]] = base["why"] or f"on this disk, {size(1e9 * base['gb'])}"
-                    yield base["name"], notes[base["name"]]
-        models = (f"mlx-community/{model}-4bit" for model in _MODELS)
-        yield from ((name, "downloaded at the start") for name in models if name not in notes)
+                on_disk = base["why"] or f"on this disk, {size(1e9 * base['gb'])}"
+                notes.setdefault(base["name"], on_disk)
+        for model in _MODELS:
+            notes.setdefault(f"mlx-community/{model}-4bit", "downloaded at the start")
+        return notes
 
     def sources(self) -> list[str]:
         """Return the files and folders of data/ that may be examples."""
@@ -126,21 +122,26 @@ class NewRun:
 
     def bad_rows(self) -> Iterator[dict]:
         """Yield the rows that cannot be used; then ``report`` is there, or the run is blocked."""
+        data = self.values["data"]
+        first = None
         try:
-            check_data(self._home, self.values["data"])
-            options = ("--every-row", "--bad-rows", f"--samples={_SHOWN}", self.values["data"])
+            check_data(self._home, data)
+            options = ("--every-row", "--bad-rows", f"--samples={_SHOWN}", data)
             for report in self._checked(self._stamp(), "data", *self._flags(*_READING), *options):
                 if "splits" in report:
                     self.report = report
                 elif "where" in report:
+                    first = first or report
                     yield report
                 else:
                     self.columns = report.get("error", {}).get("columns", [])
         except PackError as error:
-            if self.columns and error.flag is None:
-                text = "Which column has the question, and which the answer? Choose them."
-                error = PackError(text)
             self._block(error)
+            if self.columns and error.flag is None:
+                self.blocked = "Which column is asked, and which is learned? Choose them."
+            elif first and error.code == "data":  # no row of a split is left
+                where = self.place(first["where"])
+                self.blocked = f"{data}: too few rows can be used. {where}: {first['message']}"
 
         splits = self.report.get("splits", {}).values()
         self.bad = sum(sum(split["bad_rows"].values()) for split in splits)
@@ -148,19 +149,19 @@ class NewRun:
             self.blocked = f"{self.bad:,} rows cannot be used. Leave them out, or correct the file."
 
     def examples(self) -> list[dict]:
-        """Return some examples with the texts that are trained on, the first ones or from a row."""
-        row = self.values["row"]
-        if not row.isdecimal():
+        """Return some examples with the texts that are trained on, the first or from a line."""
+        line = self.values["row"]
+        if not line.isdecimal():
             return self.report["samples"]
-        rows = ",".join(str(int(row) + n) for n in range(_SHOWN))
+        rows = ",".join(str(int(line) + n) for n in range(_LINES))
         flags = self._flags("data", *_READING)
         try:
             (report,) = self._checked(
                 self._stamp(), "train", *flags, "--show-mask", f"--rows={rows}"
             )
         except PackError as error:
-            return [{"where": row, "message": self.text_of(error), "text": ""}]
-        return report["examples"]
+            return [{"where": line, "message": self.text_of(error), "text": ""}]
+        return report["examples"][:_SHOWN]
 
     def plan(self) -> Mapping[str, Any]:
         """Return the report of `packs plan`, and its ``best`` option with the ``changes``."""
@@ -170,7 +171,7 @@ class NewRun:
         flags = [f"{flag_of(name)}={settings[name]}" for name in settings if name in _PLANNED]
         try:
             jobs.check_settings(settings)
-            report = report_of(self._home, "plan", *flags)
+            *_, report = reports_of(self._home, "plan", *flags)
         except PackError as error:
             self._block(error)
             return {}
@@ -185,6 +186,23 @@ class NewRun:
             self.blocked = "The run does not fit into the memory with these settings."
         return {**report, "best": best, "changes": changes}
 
+    def presets(self, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield each preset with what it means by a plan, and its numbers."""
+        chosen = settings_of(self.values).get("iters")
+        for name, settings in _PRESETS.items():
+            note = ", ".join(f"{_NOTED.get(key, key)} {value}" for key, value in settings.items())
+            if plan and not plan["changes"]:
+                best, batches = plan["best"], int(settings["iters"])
+                reads = batches * best["batch_size"] / self.report["splits"]["train"]["rows"]
+                often = f"each example about {reads:,.0f} times"
+                if reads < 1.5:
+                    often = f"about {100 * min(reads, 1):.0f} % of the examples"
+                if best["seconds"]["high"] is not None and chosen:
+                    seconds = best["seconds"]["high"] * batches / int(chosen)
+                    often += f", in at most {duration(seconds)}"
+                note = f"reads {often}; {note}"
+            yield name, note
+
     @property
     def command(self) -> str:
         """The command of the run, for a terminal."""
@@ -197,6 +215,11 @@ class NewRun:
     def _block(self, error: PackError) -> None:
         self.fault = self.fault or error
         self.blocked = self.text_of(error)
+
+    @staticmethod
+    def place(where: str) -> str:
+        """Return the place of a row in words."""
+        return where.replace(":", ", line ")
 
     @staticmethod
     def text_of(error: PackError) -> str:
@@ -228,12 +251,14 @@ class NewRun:
             _checks.pop(old, None)
 
 
-async def save_upload(home: Path, name: str, count: int, parts: AsyncIterator[bytes]) -> str:
+async def save_upload(home: Path, request: Request) -> str:
     """Write a file of examples to data/; return its place. One that is cut short is removed.
 
     Raises:
         PackError: the file is of another kind, empty, too large, or incomplete.
     """
+    name = request.query_params.get("name", "")
+    count = int(request.headers.get("content-length") or 0)
     stem, ending = os.path.splitext(name)
     if ending.lower() not in _ENDINGS:
         raise PackError(f"{name:.80}: is none of {', '.join(_ENDINGS)}.", "unsupported", "data")
@@ -248,7 +273,7 @@ async def save_upload(home: Path, name: str, count: int, parts: AsyncIterator[by
     path = home / DATA / f"{stem}{ending.lower()}"
     with write_errors(path), temporary(path, Path.touch) as partial:
         with partial.open("wb") as file:
-            async for part in parts:
+            async for part in request.stream():
                 file.write(part)
         if partial.stat().st_size != count:
             raise PackError(f"{name:.80}: is incomplete. Upload it again.", flag="data")

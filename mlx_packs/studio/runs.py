@@ -85,17 +85,14 @@ def runs_of(home: Path) -> tuple[list[RunView], int]:
                 time_changed = entry.stat(follow_symlinks=False).st_mtime
                 changed.append((time_changed, name_of_run(Path(entry))))
 
-    changed.sort(reverse=True)
-    runs = [_listed(home, *each) for each in changed[:_MOST_ROWS]]
+    runs = []
+    for time_changed, name in sorted(changed, reverse=True)[:_MOST_ROWS]:
+        try:
+            run = _opened(home, name)
+        except (PackError, OSError) as error:
+            run = RunView(text(name), text(public_message(as_pack_error(error)), 400))
+        runs.append(replace(run, age=f"{duration(time.time() - time_changed)} ago"))
     return runs, len(changed[_MOST_ROWS:])
-
-
-def _listed(home: Path, changed: float, name: str) -> RunView:
-    try:
-        run = _opened(home, name)
-    except (PackError, OSError) as error:
-        run = RunView(text(name), text(public_message(as_pack_error(error)), 400))
-    return replace(run, age=f"{_duration(time.time() - changed)} ago")
 
 
 def _opened(home: Path, name: str) -> RunView:
@@ -128,10 +125,10 @@ def progress_of(status: RunStatus) -> str:
     if status.state != "training" or status.seconds_left is None or status.updated is None:
         return batch
     left = status.seconds_left - max(0.0, time.time() - status.updated)  # a clock may go back
-    return f"{batch}, {_duration(left)} left"
+    return f"{batch}, {duration(left)} left"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return a duration in the largest unit of which there are two: 90 minutes, 3 days."""
     seconds = max(seconds, 0)
     size, unit = next(each for each in _UNITS if seconds >= 2 * each[0] or each[0] == 1)

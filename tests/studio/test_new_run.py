@@ -11,7 +11,7 @@ import pytest
 
 from mlx_packs.errors import PackError
 from mlx_packs.studio import new_run
-from mlx_packs.studio.commands import report_of
+from mlx_packs.studio.commands import reports_of
 from tests.helpers.run_folders import make_run
 from tests.helpers.serving import until
 from tests.helpers.variants import nightly_except
@@ -80,6 +80,34 @@ def test_a_preset_gives_way_to_what_is_specified():
     assert new_run.settings_of({"preset": MARKUP, "iters": "9"})["iters"] == "9"
 
 
+def test_presets_say_how_often_they_read_an_example(home):
+    form = new_run.NewRun(home, {})
+    form.report = {"splits": {"train": {"rows": 400}}}
+    plan = {"best": {"batch_size": 4, "seconds": {"high": 600.0}}, "changes": ""}
+    assert dict(form.presets(plan)) == {
+        "Quick look": "reads about 60 % of the examples, in at most 3 minutes; batches 60, rank 8, "
+        "answers every 20",
+        "Normal": "reads each example about 2 times, in at most 10 minutes; batches 200, rank 16, "
+        "answers every 50",
+        "Thorough": "reads each example about 6 times, in at most 30 minutes; batches 600, "
+        "patience 3, rank 16, answers every 100",
+    }
+    assert dict(form.presets({}))["Quick look"] == "batches 60, rank 8, answers every 20"
+
+
+def test_a_split_without_usable_rows_is_about_the_file(home, monkeypatch):
+    def reports(*_):
+        yield {"where": "b.jsonl:12", "message": "must be a JSON object, but is a list."}
+        raise PackError("--on-bad-row: none of 1 examples can be used.", "data", "data")
+
+    monkeypatch.setattr(new_run, "reports_of", reports)
+    write(home, "b.jsonl", "[]")
+    form = new_run.NewRun(home, {"data": "data/b.jsonl"})
+    assert len(list(form.bad_rows())) == 1
+    first = "b.jsonl, line 12: must be a JSON object, but is a list."
+    assert form.blocked == f"data/b.jsonl: too few rows can be used. {first}"
+
+
 def test_sources_are_files_and_folders_of_examples(home):
     write(home, "a.jsonl", ROW)
     for name in ("b.CSV", "notes.txt", ".hidden.csv", "[x].csv", "a\u202eb.csv"):
@@ -122,7 +150,7 @@ def test_an_upload_that_is_rejected_leaves_nothing(
 
 def test_a_command_that_fails_raises_its_error(home):
     with pytest.raises(PackError) as caught:
-        report_of(home, "plan", "--rank=x")
+        list(reports_of(home, "plan", "--rank=x"))
     assert (caught.value.code, caught.value.flag) == ("invalid", "rank")
 
 
@@ -133,7 +161,7 @@ def test_bad_rows_are_listed_left_out_and_trained_without(home, client):
     values = {"model": "tiny", "data": "data/some.jsonl", "preset": "Quick look", "iters": 4}
 
     page = client.page("/new", **values)
-    lines = re.findall(r"<li><b>some\.jsonl:(\d+)</b>", page)
+    lines = re.findall(r"<li><b>some\.jsonl, line (\d+)</b>", page)
     assert sorted(lines) == ["5", "6", "7"] and MARKUP not in page
     assert "Leave out 3 bad rows" in page and "disabled" in page
 
@@ -173,6 +201,16 @@ def test_columns_with_other_names_are_chosen(home, client):
     assert "--prompt-feature=question --completion-feature=answer" in page
 
 
+@pytest.mark.slow
+def test_examples_from_a_line_in_a_cell_are_the_next_ones(home, client):
+    lines = [f'Say {n},"{n} it is\n\n\n\n\n\nreally"' for n in range(40)]
+    write(home, "table.csv", "prompt,completion", *lines)
+    page = client.page("/new", model="tiny", data="data/table.csv", row=3)
+    places = re.findall(r"table\.csv, line (\d+): \d+ of", page)
+    assert len(places) == 5 and all(int(place) % 7 == 2 for place in places)
+    assert 3 < int(places[0]) <= 16  # one may be held out
+
+
 @pytest.mark.nightly
 def test_marked_texts_are_what_the_run_is_trained_on(home, client):
     write(home, "some.jsonl", *[{"prompt": f"Say {n}", "completion": f"<{n}>"} for n in range(40)])
@@ -180,7 +218,8 @@ def test_marked_texts_are_what_the_run_is_trained_on(home, client):
         page = client.page("/new", model="tiny", data="data/some.jsonl", row=row)
         shown = re.findall(r'<p class="text example">(.*?)</p>', page, re.DOTALL)
         flags = [f"--rows={','.join(str(7 + n) for n in range(5))}"] if row else []
-        report = report_of(home, "train", "--data=data/some.jsonl", "--show-mask", *flags)
+        command = ("train", "--data=data/some.jsonl", "--show-mask", *flags)
+        *_, report = reports_of(home, *command)
         for text, example in zip(shown, report["examples"], strict=True):
             spans = [span["text"] for span in example["spans"] if span["learned"]]
             assert [

@@ -30,7 +30,7 @@ def test_rows_of_a_bank_are_trained_on(home, studio, tmp_path_factory, monkeypat
 
     values = {"model": str(model), "data": data, "iters": 6, "batch_size": 2, "max_seq_length": 128}
     page = client.page("/new", **values)
-    shown = re.findall(r"<li><b>bank\.jsonl:(\d+)</b>", page)
+    shown = re.findall(r"<li><b>bank\.jsonl, line (\d+)</b>", page)
     assert sorted(shown) == ["7", "8", "9"][: len(bad)] and "<mark>" in page
     if bad:
         assert "Leave out 3 bad rows" in page

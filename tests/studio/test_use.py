@@ -151,6 +151,23 @@ def test_a_merge_that_fails_its_gate_says_that_nothing_was_written(studio, monke
     assert "Nothing was written" in page and "by 0.5; at most 0.02 passes" in page
 
 
+def test_a_form_keeps_what_was_chosen_when_its_command_has_ended(packed, studio, monkeypatch):
+    ask = browser_of(studio)
+    form = {"pack": "tickets", "to": "peft", "out": "mine", "same": "on"}
+    ended = Outcome("failed", "full", {}, "packs export", PackError("full"), form)
+    monkeypatch.setattr(app.Studio, "outcome", lambda *_: ended)
+    page = ask("GET", "/export")[1]
+    assert '<option value="peft" selected>' in page and 'value="mine"' in page
+    assert 'name="same" checked' in page
+
+    form = {"model": "tiny", "pack:other": "on"}
+    ended = Outcome("done", "", {"address": "http://127.0.0.1:1"}, "packs serve", None, form)
+    assert "Stop answering" in ask("GET", "/use")[1]
+    assert "Stop answering" in ask("GET", "/use?pack=other")[1]
+    page = ask("GET", "/use?pack=tickets")[1]
+    assert "Another pack answers now" in page and 'name="pack:tickets" checked' in page
+
+
 @pytest.mark.slow
 def test_columns_answer_as_packs_generate_does(packed, studio, run, monkeypatch):
     monkeypatch.chdir(packed)

@@ -37,13 +37,13 @@ async function follow(ask) {
 
 function followRuns() {
   const rows = [...document.querySelectorAll("tr[data-name]")];
-  const shown = JSON.stringify(rows.map((row) => [row.dataset.name, row.dataset.state]).sort());
   follow(async () => {
     const states = await get("/states");
-    const now = Object.entries(states).map(([name, [state]]) => [name, state]).sort();
-    if (JSON.stringify(now) !== shown) location.reload();
+    if (Object.keys(states).length !== rows.length) location.reload();
     for (const row of rows) {
-      setText(row.querySelector(".progress"), states[row.dataset.name]?.[1] || "–");
+      const [state, progress] = states[row.dataset.name] ?? [];
+      if (state !== row.dataset.state) location.reload();
+      setText(row.querySelector(".progress"), progress || "–");
     }
     setText(byId("status"), "");
   });
@@ -54,7 +54,7 @@ class Chart {
     this.figure = figure;
     this.box = figure.querySelector(".box");
     this.keys = figure.dataset.keys.split(" ");
-    this.names = [...figure.querySelectorAll("li")].map((item) => item.textContent);
+    this.names = figure.dataset.names.split("|");
     this.box.addEventListener("keydown", (event) => this.step(event));
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.box);
   }
@@ -77,10 +77,11 @@ class Chart {
       grid: { stroke: () => color("--grid"), width: 1 },
       ticks: { stroke: () => color("--grid"), width: 1 },
     };
-    const short = (_, values) => values.map((v) => String(Number(v.toPrecision(4))));
+    const short = (value) => (value == null ? "–" : String(Number(value.toPrecision(4))));
     const wide = (_, values) => 20 + 7 * Math.max(0, ...(values ?? []).map((v) => v.length));
-    const series = this.names.map((name, i) => ({
-      label: name,
+    const series = this.names.map((label, i) => ({
+      label,
+      value: (_, value) => short(value),
       stroke: () => color(COLORS[i]),
       width: 2,
       spanGaps: true,
@@ -88,22 +89,14 @@ class Chart {
     }));
     return {
       ...this.size(),
-      legend: { show: false },
       cursor: { drag: { x: false, y: false } },
       scales: { x: { time: false } },
-      axes: [{ ...axis, incrs: STEPS }, { ...axis, size: wide, values: short }],
-      series: [{}, ...series],
-      hooks: { setCursor: [(plot) => this.read(plot)] },
+      axes: [
+        { ...axis, incrs: STEPS },
+        { ...axis, size: wide, values: (_, values) => values.map(short) },
+      ],
+      series: [{ label: "Batch", value: (_, batch) => batch ?? "–" }, ...series],
     };
-  }
-
-  read(plot) {
-    const at = plot.cursor.idx;
-    if (at == null) return;
-    const values = this.names.map((name, i) => [name, plot.data[i + 1][at]]);
-    const known = values.filter(([, value]) => value != null);
-    const texts = known.map(([name, value]) => `${name} ${Number(value.toPrecision(4))}`);
-    setText(this.figure.querySelector(".reading"), `Batch ${plot.data[0][at]}: ${texts.join(", ")}`);
   }
 
   step(event) {
@@ -119,8 +112,8 @@ class Chart {
 
 function followRun({ name, state }) {
   const charts = [...document.querySelectorAll(".plot")].map((figure) => new Chart(figure));
-  const redraw = () => charts.forEach((chart) => chart.plot?.redraw(false));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  const reload = () => location.reload(); // charts have their colors
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", reload);
   const answers = [...document.querySelectorAll(".now")];
   let points = {};
   let from = { file: "", from: 0 };
@@ -169,8 +162,9 @@ function offerUpload(box) {
   });
   input.addEventListener("change", () => send(input.files[0]));
   function send(file) {
+    const fault = `${file.name} has more than ${box.dataset.most / 1e9} GB.`;
     // a browser shows no answer before it has sent all
-    if (file.size > box.dataset.most) return setText(byId("status"), `${file.name} has more than 2 GB.`);
+    if (file.size > box.dataset.most) return setText(byId("status"), fault);
     const request = new XMLHttpRequest();
     const show = (isSending) => [bar, cancel].forEach((node) => (node.hidden = !isSending));
     request.upload.onprogress = ({ loaded, total }) => {
