@@ -125,7 +125,7 @@ def test_examples_that_are_all_bad_cannot_be_started(home, signed_in, expect, tm
         page = signed_in(running)
         upload(page, tmp_path, "bad.jsonl", *['{"prompt": "alone"}', "{", "[]"] * 4)
         expect(page.get_by_role("button", name="Start training")).to_be_disabled()
-        expect(page.locator("#blocked")).to_contain_text("bad.jsonl:1")
+        expect(page.locator("#blocked")).to_contain_text("bad.jsonl: too few rows can be used.")
         print("why it cannot start:", page.locator("#blocked").text_content())
 
 
