@@ -196,10 +196,10 @@ def _has_empty_answer(row: Row, row_format: RowFormat, names: DataConfig) -> boo
 
 def _empty_note(split: str, rows: Rows, empty: Sequence[int]) -> str:
     name = "training" if split == "train" else split
-    outcome = "the pack learns" if split == "train" else "the result rewards the pack"
+    outcome = "the pack learns to answer nothing" if split == "train" else "it counts as right"
     number = f"{len(empty):,} {name} examples have" if len(empty) > 1 else f"1 {name} example has"
     where = rows.where(empty[0])
-    return f"{number} an empty answer ({where}): {outcome} to answer nothing. Remove them if wrong"
+    return f"{number} an empty answer ({where}): {outcome}. Remove them if wrong"
 
 
 def _leak_note(
