@@ -193,6 +193,8 @@ def test_rows_of_a_file_are_trained_on_by_keyboard_alone(home, signed_in, expect
     (tmp_path / "rows.jsonl").write_text("\n".join(rows(50)) + "\n")
     with studio(home, signs_in=False) as running:
         page = signed_in(running)
+        # else a slow browser may open the dialog itself, before it is told not to
+        page.on("filechooser", lambda _: None)
         pressed = tab_to(page, page.get_by_role("link", name="New run"))
         page.keyboard.press("Enter")
         expect(page.get_by_role("heading", name="New run")).to_be_visible()
