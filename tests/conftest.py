@@ -85,6 +85,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     tenth.deselect(config, items)
+    # first, since they take long: at the end one process would run them and the other wait
+    items.sort(key=lambda item: "/studio/" not in item.nodeid)
 
 
 def pytest_collection_finish():

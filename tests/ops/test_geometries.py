@@ -38,7 +38,7 @@ def check_launches(built) -> None:
             assert report.threadgroup_bytes <= 20480, "two groups must fit into a core"
 
 
-@pytest.mark.parametrize("language", ["metal", "cuda"])
+@pytest.mark.parametrize("language", nightly_except(["metal", "cuda"], "metal"))
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
@@ -60,7 +60,7 @@ def test_grouped_lora_compiles_at_every_geometry_and_rank(name, ranks, language)
         check_launches(built)
 
 
-@pytest.mark.parametrize("language", ["metal", "cuda"])
+@pytest.mark.parametrize("language", nightly_except(["metal", "cuda"], "metal"))
 @pytest.mark.parametrize("name", MODELS)
 def test_other_kernels_compile_at_every_geometry(name, language):
     with emulation(language, compile_only=True) as built:

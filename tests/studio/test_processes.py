@@ -110,6 +110,7 @@ def test_a_run_of_a_terminal_is_killed_and_resumed_here(home):
     assert sha256(adapters[0]) == sha256(adapters[1])
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_is_resumed_in_a_terminal(home):
     jobs.queue(home, "tickets", {**SMALL, "iters": "200", "sample_every": "10"})
     until(lambda: RunFolder(folder(home, "tickets")).samples(), SECONDS)

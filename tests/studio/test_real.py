@@ -1,4 +1,4 @@
-"""Rows of banking77 on SmolLM2, by the requests of the pages: whole, and with three bad rows."""
+"""Rows of banking77 on SmolLM2, three bad ones among them, by the requests of the pages."""
 
 import json
 import re
@@ -16,26 +16,24 @@ pytestmark = pytest.mark.real
 BAD = ["{", '{"prompt": "no completion"}', json.dumps({"prompt": "a", "completion": 3})]
 
 
-@pytest.mark.parametrize("bad", [[], BAD], ids=["50 rows", "3 bad rows"])
-def test_rows_of_a_bank_are_trained_on(home, studio, tmp_path_factory, monkeypatch, bad):
+def test_rows_of_a_bank_are_trained_on(home, studio, tmp_path_factory, monkeypatch):
     try:
         model, _ = files.smollm2(), files.data("banking77")
     except files.Missing as error:
         pytest.skip(str(error))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "cache-of-real-models"))
     lines = [json.dumps(row) for row in jobs.read_rows("banking77", "train")[:50]]
-    lines[6:6] = bad
+    lines[6:6] = BAD
     client = Client(studio)
     data = client.upload("bank.jsonl", "\n".join(lines).encode())[1]["data"]
 
     values = {"model": str(model), "data": data, "iters": 6, "batch_size": 2, "max_seq_length": 128}
     page = client.page("/new", **values)
     shown = re.findall(r"<li><b>bank\.jsonl, line (\d+)</b>", page)
-    assert sorted(shown) == ["7", "8", "9"][: len(bad)] and "<mark>" in page
-    if bad:
-        assert "Leave out 3 bad rows" in page
-        values["on_bad_row"] = "skip"
-        page = client.page("/new", **values)
+    assert sorted(shown) == ["7", "8", "9"] and "<mark>" in page
+    assert "Leave out 3 bad rows" in page
+    values["on_bad_row"] = "skip"
+    page = client.page("/new", **values)
     print(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
 
     status, headers, _ = client.post("/new", **values, name="bank")

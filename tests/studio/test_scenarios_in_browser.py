@@ -72,6 +72,7 @@ def test_the_page_is_usable_soon(home, signed_in, expect):
         assert usable < 20 and cpu < 4  # a busy machine; a benchmark has the figure
 
 
+@pytest.mark.nightly
 def test_from_the_empty_page_to_an_answer_and_an_export_without_a_network(
     home, signed_in, expect, tmp_path
 ):
@@ -133,6 +134,7 @@ def states(home) -> list[str]:
     return [read_status(folder).state for folder in sorted((home / "packs").glob("*-run"))]
 
 
+@pytest.mark.nightly
 def test_tabs_and_studios_start_one_run_at_a_time(home, signed_in, expect, tmp_path):
     """Two tabs of one studio and one of another press Start at once."""
     (home / "data").mkdir()
@@ -160,6 +162,7 @@ def test_tabs_and_studios_start_one_run_at_a_time(home, signed_in, expect, tmp_p
         assert batches == sorted(batches) and batches[0] <= 10
 
 
+@pytest.mark.nightly
 def test_a_rate_that_is_far_too_high_fails_and_is_tried_again(home, signed_in, expect, tmp_path):
     with studio(home, signs_in=False) as running:
         page = signed_in(running)

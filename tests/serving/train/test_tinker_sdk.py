@@ -192,6 +192,7 @@ def test_waiting_clients_end_with_the_server(tmp_path, tokens, number, samples):
     assert "The server is shutting down. Continue from a saved state" in last, err
 
 
+@pytest.mark.nightly
 def test_a_killed_server_loses_nothing_that_was_saved(tmp_path, rows):
     port = free_port()
     with ServerProcess(tmp_path / "states", port) as server:
