@@ -29,7 +29,7 @@ INSTRUCTION = "Intent of this message to a bank: "
 SERVER = "http://127.0.0.1:8080"
 START_S = 300
 # Added so that the test takes minutes: the same training, and fewer examples to evaluate it on.
-SHORTER = {"--iters 40": "--iters 40 --test-batches 1", "--limit 100": "--limit 50"}
+SHORTER = {"--iters 40": "--iters 40 --test-batches 1", "--limit 100": "--limit 24"}
 # Exit codes of curl: no such name, no connection, no answer in time.
 NO_NETWORK = (6, 7, 28)
 

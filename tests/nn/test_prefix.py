@@ -149,7 +149,7 @@ def test_evaluation_scores_the_rows(family):
     assert tree.accuracy == rows.accuracy
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles with g++ on CPUs")
 def test_steps_are_the_same_compiled_and_uncompiled():
     code = """

@@ -28,7 +28,7 @@ from tests.helpers.gguf_base import write_gguf
 from tests.helpers.observers import Observer
 from tests.helpers.preferences import preference, rated
 from tests.helpers.rows import write_rows
-from tests.helpers.variants import slow_except
+from tests.helpers.variants import nightly_except, slow_except
 
 LORA = LoRAConfig(rank=2)
 RUN = TrainConfig(
@@ -104,7 +104,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(RUNS, "lm"))
+@pytest.mark.parametrize(
+    "name", [*slow_except([n for n in RUNS if n != "three"], "lm"), *nightly_except(["three"])]
+)
 def test_packs_are_the_same_to_the_byte(base, data, tmp_path, name):
     rows, changes, options = RUNS[name]
     check_same_packs(base, data[rows], replace(TWENTY, **changes), tmp_path, **options)
@@ -155,7 +157,10 @@ hash_of_pack(base, data, train, out, callbacks=[Stops(kill_after_two)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"iters": 20}, {"grad_accumulation_steps": 2, "iters": 40}])
+@pytest.mark.parametrize(
+    "changes",
+    nightly_except([{"iters": 20}, {"grad_accumulation_steps": 2, "iters": 40}], {"iters": 20}),
+)
 def test_a_run_that_is_killed_can_be_resumed(base, data, tmp_path, changes):
     train = replace(RUN, **changes)
     whole = hash_of_pack(base, data["chats"], train, tmp_path / "whole")

@@ -10,6 +10,7 @@ from mlx_packs.files import exclusive_writer
 from mlx_packs.training.run_page import write_report
 from tests.helpers.run_folders import losses, make_run
 from tests.helpers.serving import until
+from tests.helpers.variants import nightly_except
 from tests.studio.conftest import Signed
 
 pytestmark = pytest.mark.interop
@@ -87,7 +88,10 @@ def test_a_server_that_is_gone_is_said(browser, home, expect):
     page.close()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    nightly_except([(360, "dark"), (1280, "light")], (360, "dark"), often_is=()),
+)
 def test_every_screen_is_accessible(home, opened, width, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = opened(viewport={"width": width, "height": 800}, color_scheme=scheme)

@@ -6,6 +6,7 @@ import pytest
 
 from mlx_packs.learning.folder import LearningFolder
 from tests.helpers.packs import random_pack
+from tests.helpers.variants import nightly_except
 
 pytestmark = pytest.mark.interop
 
@@ -80,7 +81,10 @@ def test_a_pack_is_exported_and_the_check_is_shown(packed, opened, expect):
     assert (packed / "for-peft" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    nightly_except([(360, "dark"), (1280, "light")], (360, "dark"), often_is=()),
+)
 def test_every_screen_is_accessible(home, shared_tiny, opened, expect, width, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = opened(viewport={"width": width, "height": 800}, color_scheme=scheme)

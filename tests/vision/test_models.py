@@ -178,7 +178,7 @@ def test_a_projector_gets_no_adapters(folder_of):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles with g++ on CPUs")
-@pytest.mark.parametrize("family", nightly_except(MECHANISMS, "qwen3_vl", often_is=()))
+@pytest.mark.parametrize("family", nightly_except(MECHANISMS))
 def test_steps_are_the_same_compiled_and_uncompiled(family, folder_of):
     """Rows and trees with images and without take turns, as on a GPU, where steps are compiled."""
     code = f"""

@@ -19,7 +19,6 @@ from tests.helpers.bases import first_blocks
 from tests.helpers.documents import ROOT
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.serving import SECONDS, until
-from tests.helpers.variants import nightly_except
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 CLIENT = Path(__file__).with_name("sdk_client.py")
@@ -162,13 +161,10 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "samples"),
-    nightly_except(
-        [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, False)],
-        (signal.SIGTERM, True),
-        often_is=(),
-    ),
+    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, False)],
 )
 def test_waiting_clients_end_with_the_server(tmp_path, tokens, number, samples):
     row = {"tokens": tokens[:-1] * 20, "target_tokens": tokens[1:] * 20}
