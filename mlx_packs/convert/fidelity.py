@@ -24,7 +24,7 @@ from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch
-from ..data.encoding import EncodingOptions, encode
+from ..data.encoding import EncodingOptions, Examples, encode
 from ..data.formats import PREFERENCE, format_of
 from ..data.preferences import both_completions
 from ..display import Display
@@ -56,6 +56,7 @@ ROWS = 32
 # What is tried where a merge is too far off, the cheapest first: after any other format both.
 _FINER = {"none": (), "affine8": ("none",)}
 _LOGIT_BYTES = 1 << 28  # of logits that wait for their counterpart
+_TOKENS = 4096  # of a batch
 _LARGE_SHARE = 0.25  # of the memory: the blocks of a larger base stay on disk
 
 Modules = list[tuple[str, nn.Module]]
@@ -156,7 +157,7 @@ class FidelityMeter:
 
         self.base = base
         self.display = display
-        self.batches = evaluation_batches(examples, 4, length)
+        self.batches = evaluation_batches(examples, _batch_size(examples, base.vocab_size), length)
         if not self.batches:
             raise PackError(
                 f"--data {columns.data}: no example has a target, so nothing can be compared.",
@@ -248,6 +249,13 @@ def replaced(model: nn.Module, modules: Modules) -> Iterator[None]:
         yield
     finally:
         replace_modules(model, originals)
+
+
+def _batch_size(examples: Examples, vocab_size: int) -> int:
+    """Return how many examples share a pass, each of which makes every merged weight anew."""
+    by_length = _TOKENS // examples.lengths.max(initial=1)
+    by_logits = _LOGIT_BYTES // (4 * vocab_size * examples.target_counts.max(initial=1))
+    return int(max(4, min(len(examples), by_length, by_logits)))
 
 
 def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
