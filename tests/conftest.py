@@ -86,7 +86,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     tenth.deselect(config, items)
     # first, since they take long: at the end one process would run them and the other wait
-    items.sort(key=lambda item: "/studio/" not in item.nodeid)
+    items.sort(key=lambda item: ("test_tutorial" not in item.nodeid, "/studio/" not in item.nodeid))
 
 
 def pytest_collection_finish():
