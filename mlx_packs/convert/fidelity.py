@@ -24,7 +24,7 @@ from ..config.data import DataConfig
 from ..config.schema import TrainConfig
 from ..data.batches import evaluation_batches
 from ..data.dataset import Batch
-from ..data.encoding import EncodingOptions, Examples, encode
+from ..data.encoding import EncodingOptions, encode
 from ..data.formats import PREFERENCE, format_of
 from ..data.preferences import both_completions
 from ..display import Display
@@ -148,16 +148,15 @@ class FidelityMeter:
         chosen = evaluation_rows(columns, "test", rows)
         if format_of(chosen[0], columns) is PREFERENCE:
             chosen = list(both_completions(chosen, columns))[::2]
-        examples = encode(
-            chosen,
-            base.tokenizer,
-            columns,
-            EncodingOptions(loss_on, length, base.vocab_size),
-        )
+        options = EncodingOptions(loss_on, length, base.vocab_size)
+        examples = encode(chosen, base.tokenizer, columns, options)
+        # few passes, since each makes every merged weight anew
+        logits = 4 * base.vocab_size * examples.target_counts.max(initial=1)
+        by_memory = min(_TOKENS // examples.lengths.max(initial=1), _LOGIT_BYTES // logits)
 
         self.base = base
         self.display = display
-        self.batches = evaluation_batches(examples, _batch_size(examples, base.vocab_size), length)
+        self.batches = evaluation_batches(examples, max(4, min(len(examples), by_memory)), length)
         if not self.batches:
             raise PackError(
                 f"--data {columns.data}: no example has a target, so nothing can be compared.",
@@ -249,13 +248,6 @@ def replaced(model: nn.Module, modules: Modules) -> Iterator[None]:
         yield
     finally:
         replace_modules(model, originals)
-
-
-def _batch_size(examples: Examples, vocab_size: int) -> int:
-    """Return how many examples share a pass, each of which makes every merged weight anew."""
-    by_length = _TOKENS // examples.lengths.max(initial=1)
-    by_logits = _LOGIT_BYTES // (4 * vocab_size * examples.target_counts.max(initial=1))
-    return int(max(4, min(len(examples), by_length, by_logits)))
 
 
 def _portions(batches: list[Batch], vocab_size: int) -> Iterator[list[Batch]]:
