@@ -28,8 +28,8 @@ SCRIPT = "prepare.py"
 INSTRUCTION = "Intent of this message to a bank: "
 SERVER = "http://127.0.0.1:8080"
 START_S = 300
-# Added so that the test takes minutes: the same training, and fewer examples to evaluate it on.
-SHORTER = {"--iters 40": "--iters 40 --test-batches 1", "--limit 100": "--limit 24"}
+# So that the test takes minutes: a shorter run, and fewer examples to evaluate it on.
+SHORTER = {"--iters 40": "--iters 16 --test-batches 1", "--limit 100": "--limit 24"}
 # Exit codes of curl: no such name, no connection, no answer in time.
 NO_NETWORK = (6, 7, 28)
 
@@ -141,8 +141,9 @@ def test_the_commands_of_the_tutorial_do_what_the_page_says(here):
     report = json.loads((here / "packs/intents-run/report.json").read_text())
     assert report["ppl_after"] < 0.1 * report["ppl_before"]
 
-    evaluated = re.search(r"^exact +([\d.]+) .*→ ([\d.]+) ", reader.printed["packs eval"], re.M)
-    assert evaluated and float(evaluated[2]) > float(evaluated[1])
+    accuracy = re.findall(r"token accuracy ([\d.]+)%", reader.printed["packs eval"])
+    assert len(accuracy) == 2 and float(accuracy[1]) > 25 + float(accuracy[0])
+    assert re.search(r"^exact +[\d.]+ .*→ [\d.]+ ", reader.printed["packs eval"], re.M)
 
     served = json.loads(reader.printed["curl -s"])["choices"][0]["message"]["content"]
     assert served and served == reader.printed["packs generate"].strip()

@@ -1,6 +1,8 @@
 """A base that is split over the ranks of a pipeline is the base; runs by one are those of one rank."""
 
 import json
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -119,16 +121,19 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_stages(place):
-    for size, names in ((1, NAMES), (2, NAMES), (3, ("pieces",))):
-        ended = train(place, size, *names)
+    @cache
+    def trained(size: int, name: str) -> Path:
+        ended = train(place, size, name)
         assert ended.codes == [0] * size, ended.text
-    return place
+        return place / f"by-{size}" / name
+
+    return trained
 
 
-@pytest.mark.nightly  # 55 s for the packs of `by_stages`: seven runs, whose ranks wait for one another
+@pytest.mark.nightly
 @pytest.mark.parametrize(("size", "name"), [(2, n) for n in NAMES] + [(3, "pieces")])
 def test_a_pipeline_trains_what_one_rank_trains(by_stages, size, name):
-    alone, split = by_stages / "by-1" / name, by_stages / f"by-{size}" / name
+    alone, split = by_stages(1, name), by_stages(size, name)
     assert difference(alone, split) < 1e-5
     ours, theirs = curve(alone), curve(split)
     assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]

@@ -102,10 +102,12 @@ RUNS = {
     "validated": ("chats", {"steps_per_eval": 1, "load_best": True}, {}),
     "grpo": ("prompts", {"task": "grpo", **GRPO}, {"reward": shorter}),
 }
+OFTEN = ("lm", "packed", "accumulated", "dpo", "grpo")
 
 
 @pytest.mark.parametrize(
-    "name", [*slow_except([n for n in RUNS if n != "three"], "lm"), *nightly_except(["three"])]
+    "name",
+    [*slow_except(OFTEN, "lm"), *nightly_except([name for name in RUNS if name not in OFTEN])],
 )
 def test_packs_are_the_same_to_the_byte(base, data, tmp_path, name):
     rows, changes, options = RUNS[name]
