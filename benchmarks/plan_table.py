@@ -214,7 +214,8 @@ def plan_on_disk(name: str, config: dict, batch: int = 1, length: int = 2048) ->
 def smallest_mac(peak: int) -> str:
     """A peak, and the smallest Mac that holds it."""
     macs = (gb for gb in MACS_GB if holds(gb, peak))
-    return f"{size(peak)} → {next(macs)} GB"
+    digits = f"{peak / 1e9:#.2g}".rstrip(".")
+    return f"≈ {digits} GB → {next(macs)} GB"
 
 
 def largest_batches(name: str) -> list[str]:
@@ -243,7 +244,12 @@ def tokens_per_s(config: dict) -> list[str]:
     """The predicted tokens/s of a 4-bit LoRA step on each of `CHIPS`."""
     job = StepJob(config=config, batch=_BATCH, length=_LENGTH, rank=16)
     (step,) = lay_out([(OURS, job)], list(CHIPS.values()))
-    return [f"{_BATCH * _LENGTH / step.whole.seconds[chip]:,.0f}" for chip in CHIPS.values()]
+    return [about(_BATCH * _LENGTH / step.whole.seconds[chip]) for chip in CHIPS.values()]
+
+
+def about(value: float) -> str:
+    """A prediction with two digits."""
+    return f"≈ {float(f'{value:.2g}'):,.0f}"
 
 
 def print_fits() -> None:
@@ -251,11 +257,11 @@ def print_fits() -> None:
     shapes = [f"{batch} × 2,048: peak → smallest Mac" for batch in BATCHES]
     shapes.append("1 × 2,048, blocks on disk")
     speeds = [f"{chip}, tokens/s" for chip in CHIPS]
-    print("| " + " | ".join(["4-bit base model", *shapes, *speeds]) + " |")
-    print("|---" * (1 + len(shapes) + len(speeds)) + "|")
+    print("| " + " | ".join(["4-bit base model", *shapes, *speeds, "measured"]) + " |")
+    print("|---" * (2 + len(shapes) + len(speeds)) + "|")
 
     for name, config in FITTED.items():
-        print("| " + " | ".join([name, *fits(name), *tokens_per_s(config)]) + " |")
+        print("| " + " | ".join([name, *fits(name), *tokens_per_s(config), ""]) + " |")
 
 
 def print_batches() -> None:

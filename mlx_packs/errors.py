@@ -38,6 +38,13 @@ Code = Literal[
 _FLAG = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 
 
+def in_python(text: str) -> str:
+    """Return a text with arguments in place of flags, but for commands in backticks."""
+    parts = text.split("`")
+    parts[::2] = [_FLAG.sub(_argument, part) for part in parts[::2]]
+    return "`".join(parts)
+
+
 def _argument(flag: re.Match) -> str:
     """``max_seq_length`` for ``--max-seq-length``, ``double_quant=False`` for ``--no-…``."""
     name = flag[2].replace("-", "_")
@@ -75,9 +82,7 @@ class PackError(click.ClickException):
         self.flag = flag or (leading[2].replace("-", "_") if leading else None)
 
     def __str__(self) -> str:
-        parts = self.message.split("`")
-        parts[::2] = [_FLAG.sub(_argument, part) for part in parts[::2]]
-        return "`".join(parts)
+        return in_python(self.message)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--json` prints in place of a report."""
@@ -313,3 +318,28 @@ def did_you_mean(name: str, valid: list[str]) -> str:
     if near := difflib.get_close_matches(name, valid, n=1):
         return f"Did you mean '{near[0]}'?"
     return f"Valid: {', '.join(sorted(valid))}."
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that adds an extra to this installation."""
+    clone = Path(__file__).parents[1]
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e '{clone}[{extra}]'"
+    return f"pip install 'mlx-packs[{extra}]{_source()}'"
+
+
+def _source() -> str:
+    """Return " @ URL" as pip recorded it (PEP 610); empty if it was the package index."""
+    import json
+    from importlib import metadata
+
+    try:
+        recorded = metadata.distribution("mlx-packs").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # a copied folder
+        recorded = None
+    if recorded is None:
+        return ""
+
+    facts = json.loads(recorded)
+    vcs = facts.get("vcs_info", {}).get("vcs")
+    return f" @ {vcs}+{facts['url']}" if vcs else f" @ {facts['url']}"

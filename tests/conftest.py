@@ -193,17 +193,26 @@ def mac(tmp_path, monkeypatch) -> Mac:
     return Mac(folder)
 
 
+def with_model(args: list[str]) -> list[str]:
+    if args[:1] != ["train"] or "--data" not in args:
+        return args
+    return (
+        args if {"--model", "--resume", "-c", "--config"} & {*args} else [*args, "--model", "tiny"]
+    )
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run `packs ARGS` as a program; its exit code, stdout and stderr.
 
+    `packs train` on examples of a test trains the bundled model, where no other is named.
     ``run.error`` is the PackError that the last call ended with, None without one.
     """
 
     def go(*args) -> tuple[int, str, str]:
         go.error = None
         with pytest.raises(SystemExit) as exit:
-            main([*map(str, args)])
+            main(with_model([*map(str, args)]))
         out, err = capsys.readouterr()
         return int(exit.value.code or 0), out, err
 

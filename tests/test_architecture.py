@@ -133,7 +133,7 @@ OWN_READERS = {
         # a run of its own
         "training/checkpoint training/ranks training/run_folder",
         # parts of the program: kernels, the stub, a page; libraries of this process
-        "__init__ cpu/blas ops/_backend serving/page",
+        "__init__ cpu/blas errors ops/_backend serving/page",
         # what Linux says, and results of processes that it starts
         "memory/pressure runtime sandbox/child sandbox/process",
         # arrays and messages of other ranks, bounded

@@ -16,23 +16,31 @@ from mlx_packs import train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import SETTINGS
 from mlx_packs.cli.recipe import recipe_of
+from mlx_packs.config.recipe import check_named
 from mlx_packs.tasks import causal_lm
 from tests.helpers import documents
 from tests.helpers.documents import DOCUMENTS, GUIDES, ROOT
 from tests.helpers.rows import CHATS, write_rows
 from tests.helpers.runs import LORA, TRAIN
+from tests.helpers.variants import nightly_except
 
 # Models, packs and adapters that a machine without network does not have; commands that need a
 # network, a Mac or a person, or measure for minutes.
 ELSEWHERE = re.compile(
     r"mlx-community/|Qwen/Qwen3-|--data pairs/ --query|all-MiniLM|some-bf16-checkpoint|base-affine|base-mxfp4|tickets-mxfp4|someones-lora|llama3_8b"
     r"|--launch-agent"
-    r"|packs/(pairs|charts)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|chat|doctor|eval-tasks|learn|pull|push|serve|studio)\b"
+    r"|packs/(pairs|charts)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|chat|doctor|eval-tasks|init|learn|pull|push|serve|studio)\b"
 )
+SUBSTITUTED = "mlx-community/Qwen3-4B-4bit"  # by the bundled model
 # Its commands need a real model; tests/test_tutorial.py runs them.
 TUTORIAL = "docs/tutorial.md"
 # Pages that name files of the repository.
 OF_MAINTAINERS = ("decisions", "kernels", "performance", "systems")
+# Whose commands the slow suite runs; those of the others are nightly.
+OFTEN = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("data", "evaluate", "index", "merge", "runs")),
+)
 # What makes a command short, unless it says otherwise.
 QUICK = {
     "train": {
@@ -74,7 +82,7 @@ def test_commands_and_their_flags_exist():
                 if name == "train" and not context.params["configs"]:
                     given = {k: v for k, v in context.params.items() if k in SETTINGS}
                     flags = {k: v for k, v in given.items() if v is not None}
-                    recipe_of(flags)  # checks values
+                    check_named(recipe_of(flags))  # checks values, too
 
 
 def test_files_that_a_document_names_exist():
@@ -197,14 +205,13 @@ def runs_here(document: str) -> bool:
     """Whether a document has commands or Python that need no other machine and no real model."""
     if document == TUTORIAL:
         return False
-    texts = [shlex.join(args) for args in commands(document)]
+    texts = [shlex.join(args).replace(SUBSTITUTED, "tiny") for args in commands(document)]
     texts.append("\n".join(text for _, text in documents.read(document).blocks("python")))
     return not all(not text or ELSEWHERE.search(text) for text in texts)
 
 
 # Even short commands load a model each, and train, merge or evaluate.
-@pytest.mark.slow
-@pytest.mark.parametrize("document", [guide for guide in GUIDES if runs_here(guide)])
+@pytest.mark.parametrize("document", nightly_except(filter(runs_here, GUIDES), *OFTEN))
 def test_commands_and_python_run_on_the_tiny_base(document, material, here, run, monkeypatch):
     monkeypatch.setattr(causal_lm, "MOST_QUESTIONS", 2)
     shutil.copytree(material, here, dirs_exist_ok=True)
@@ -223,6 +230,7 @@ def test_commands_and_python_run_on_the_tiny_base(document, material, here, run,
 def check_commands(block: str, run) -> None:
     """Run the commands of a block that can run here; a gate may fail on packs of two updates."""
     for args in documents.commands(block):
+        args = ["tiny" if word == SUBSTITUTED else word for word in args]
         if not ELSEWHERE.search(shlex.join(args)):
             code, _, error = run(*shortened(args))
             assert code == 0 or (code == 1 and run.error is None), (args, error)

@@ -148,19 +148,19 @@ print(largest_difference(plain, compiled), *(stepper.traces for stepper in stepp
 
 
 def readme_commands() -> list[str]:
-    """The first code block of the README."""
-    block = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
-    return [line for line in block.splitlines() if line and not line.startswith("#")]
+    """The commands of the README that set up an environment, without their comments."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    return [line.partition("   #")[0] for line in lines if line.startswith("python3 -m venv")]
 
 
-def test_readme_opens_with_two_commands_and_ci_runs_the_second():
+def test_readme_has_two_commands_and_ci_runs_the_second():
     train, tests = readme_commands()
     assert train.endswith("packs train") and tests.endswith("python -m pytest -n 2")
     assert "grep -m1 'python -m pytest' README.md" in (ROOT / ".ci" / "run").read_text()
     first = next(
         line for line in (ROOT / "README.md").read_text().splitlines() if "python -m pytest" in line
     )
-    assert first == tests
+    assert first.startswith(tests)
 
 
 def metadata_of(tree: Path, out: Path) -> Message:

@@ -177,7 +177,7 @@ def plan(work: Path) -> None:
 
 def leaderboard(work: Path) -> None:
     """`packs eval-batch` of two packs."""
-    compared = "--pack packs/reminders --pack packs/short"
+    compared = "packs/reminders packs/short"
     save_terminal(work, "leaderboard", f"eval-batch {compared} --batch-size 1,8")
 
 
@@ -234,7 +234,7 @@ def server(work: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    names = [f"--pack=packs/{name}" for name in SERVED]
+    names = [f"packs/{name}" for name in SERVED]
     process = subprocess.Popen(packs("serve", *names, "--port", str(port)), cwd=work)
     address = f"http://127.0.0.1:{port}"
     try:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config.choices import WEIGHT_MODES
-from ..errors import PackError
+from ..errors import PackError, pip_install
 
 INSTEAD = (
     "Take the checkpoint that it was made from, with --quantize nf4 (or affine4), or one in MLX's "
@@ -44,7 +44,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"
 def unsupported_weights(path: Path) -> str:
     """The format of a folder without model*.safetensors and the alternative, or nothing."""
     if (path / "pack.json").is_file():
-        return " It is a pack: name it with --pack, and its base with --model."
+        return " It is a pack: give it as PACK, and its base with --model."
     if (path / "adapter_config.json").is_file():
         return f" It is an adapter, no base: `packs import {path} --out PACK`."
     if files := sorted(path.glob("*.gguf")):
@@ -94,7 +94,7 @@ def unreadable(path: Path, config: Mapping, reason: str) -> PackError:
     if "not supported" in reason:
         more = ""
         if find_spec("mlx_vlm") is None:
-            more = " mlx-vlm may have it: pip install 'mlx-packs[vision]'."
+            more = f" mlx-vlm may have it: `{pip_install('vision')}`."
         return PackError(
             f"{path}: {reason}. docs/families.md lists the architectures that train.{more}",
             "unsupported",

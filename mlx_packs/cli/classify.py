@@ -28,7 +28,6 @@ _JSON_LINES = ".jsonl"
 
 
 @click.command()
-@click.argument("folder", metavar="[PACK]", required=False, type=click.Path())
 @options.packs("Classifier that `packs train --task classify` has written.")
 @options.model_of_pack
 @option(
@@ -56,7 +55,6 @@ _JSON_LINES = ".jsonl"
 @options.trust_remote_code
 @options.backend
 def classify(
-    folder: str | None,
     packs: tuple[str, ...],
     model: str | None,
     data: str | None,
@@ -76,11 +74,10 @@ def classify(
     from ..packs.compatibility import checked_scorer
     from ..packs.scored import classifier_of
 
-    names = (*packs, *([folder] if folder else ()))
-    if len(names) != 1:
-        raise PackError("--pack: name one classifier. Several are not added up.", flag="pack")
+    if len(packs) != 1:
+        raise PackError("PACK: name one classifier. Several are not added up.", flag="pack")
 
-    pack = checked_scorer(options.one_pack(names), "classify")
+    pack = checked_scorer(options.one_pack(packs), "classify")
     target = _output(out, data)
     base = options.load_base(model, pack, given["trust_remote_code"])
     base.check_architecture("classify", "decoder")

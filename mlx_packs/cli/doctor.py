@@ -1,5 +1,6 @@
 """`packs doctor`: this machine, and whether every kernel is correct and faster on it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,13 +57,29 @@ def doctor(file: Path | None, model: str | None, rank: int, verbose: bool) -> No
     report["disk_bytes_per_s"] = examine_disk()
 
     lines = report_lines(report, verbose)
+    wrong = [k["op"] for k in report["kernels"] if not k["ok"]]
+    lines.append(f"result  {_result(report, wrong)}")
     if file is not None:
         atomic_write(file, to_json(report))
         lines.append(f"report  {file}: attach it to an issue")
 
     print_report(report, lines)
-    if not all(kernel["ok"] for kernel in report["kernels"]):
+    if wrong:
         exit_if_failed(["a kernel is wrong on this machine. Please report it."])
+
+
+def _result(report: dict, wrong: Sequence[str]) -> str:
+    """Return what the examination says in a sentence, given the operations that are wrong."""
+    kernels = report["kernels"]
+    names = " and ".join(dict.fromkeys(wrong))
+    if kernels[0]["backend"] == "reference":
+        if wrong:
+            return f"plain MLX computes {names} wrong here. Install another version of mlx."
+        return "this machine computes correctly. Without a GPU, training is slow."
+    if wrong:
+        return f"the kernels of {names} are wrong here: plain MLX computes it. Commands work."
+    faster = sum(kernel["choice"] != "reference" for kernel in kernels)
+    return f"this machine computes correctly. {faster} of {len(kernels)} kernels save time."
 
 
 def instances_of(model: str, rank: int) -> list["Instance"]:

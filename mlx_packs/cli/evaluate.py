@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 _AS_TRAINED = "as the pack was trained"
 _BUNDLED = DataConfig.data
+_SUM = "PACK[=WEIGHT]"
 
 
 @click.command("eval")
-@click.argument("pack", required=False, type=click.Path())
 @options.model_of_pack
-@options.packs(
-    "Pack and its weight; the deltas of several packs are added up. Repeatable.", "PACK=WEIGHT"
-)
+@options.packs("Pack to evaluate; the deltas of several are added up, each times its WEIGHT.", _SUM)
 @options.data(default=None, default_text="tiny, for packs that were trained on it")
 @options.split
 @options.setting("batch_size", default=4, type=click.IntRange(1))
@@ -44,7 +42,6 @@ _BUNDLED = DataConfig.data
 @options.offload_base
 @options.execution
 def evaluate(
-    pack: str | None,
     packs: tuple[str, ...],
     model: str | None,
     data: str | None,
@@ -58,19 +55,23 @@ def evaluate(
     depending on the examples, a reward model by preference accuracy and reward margin. Base model
     and pack see the same examples, and each result has its standard error. The ratio is paired
     by example, so its error is smaller. With --metric, the share of right answers is reported
-    too, with greedy decoding. To evaluate the weighted sum of several packs, pass --pack
-    PACK=WEIGHT for each.
+    too, with greedy decoding.
     """
     from ..evaluation.evaluate import evaluate
     from ..evaluation.rows import columns_of
 
-    texts = list(packs)
-    if pack:
-        texts.insert(0, pack)
-    opened = options.one_pack(texts)
-    if opened is None:
-        text = "is required. To add several packs up, pass --pack a=0.7 --pack b=0.3."
+    if not packs:
+        text = "is required. To add several packs up, give each a weight, as in a=0.7 b=0.3."
         raise PackError(f"PACK: {text}", flag="pack")
+    if sum("=" not in text for text in packs) > 1:
+        names = " ".join(packs)
+        raise PackError(
+            f"PACK {names}: to compare packs, use packs eval-batch {names}. To add them up, give "
+            "each a weight, as in a=0.7 b=0.3.",
+            "conflict",
+            "pack",
+        )
+    opened = options.one_pack(packs)
 
     data = _data_of(data, opened)
     names = (*COLUMN_SETTINGS, "template_kwargs", "max_pixels", "allow_urls", "on_bad_row")
@@ -103,8 +104,8 @@ def _data_of(data: str | None, pack: "Pack") -> str:
 
 
 @click.command()
-@click.argument("packs", nargs=-1, metavar="[PACK[=WEIGHT]]...", type=click.Path())
 @options.model_of_pack
+@options.packs("Pack to evaluate; the deltas of several are added up, each times its WEIGHT.", _SUM)
 @option(
     "--tasks", required=True, metavar="NAMES", help="Names of lm_eval tasks, separated by commas."
 )
@@ -130,8 +131,7 @@ def eval_tasks(
 ) -> None:
     """Run tasks of lm-evaluation-harness with and without packs.
 
-    Install the harness with pip install 'mlx-packs[lm-eval]'; it downloads its data from the Hub.
-    Several packs are evaluated as one: the sum of their deltas, each times its WEIGHT.
+    The harness is the extra lm-eval of mlx_packs; it downloads its data from the Hub.
     """
     from ..evaluation.lm_eval import evaluate_tasks
 
@@ -155,7 +155,6 @@ def _task_lines(report: dict) -> list[str]:
 
 
 @click.command("eval-batch")
-@click.argument("more", nargs=-1, metavar="[PACK]...", type=click.Path())
 @options.model_of_pack
 @options.packs("Pack to compare; PACK=0.5 applies half of its delta. Repeatable.")
 @options.data()
@@ -184,7 +183,6 @@ def _task_lines(report: dict) -> list[str]:
 @option("--csv", "csv_file", metavar="FILE", help="Also write all results to FILE as CSV.")
 @options.execution
 def eval_batch(
-    more: tuple[str, ...],
     model: str | None,
     packs: tuple[str, ...],
     sizes: str,
@@ -201,7 +199,7 @@ def eval_batch(
     from ..files import atomic_write
 
     csv_path = options.writable_file(csv_file, "--csv")
-    chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in (*packs, *more)])]
+    chosen = [pack for _, pack in named_packs([options.one_pack([p]) for p in packs])]
     batch_sizes = _batch_sizes(sizes)
     first = chosen[0] if chosen else None
     base = options.load_base(model, first, trust_remote_code)

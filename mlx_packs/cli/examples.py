@@ -10,6 +10,12 @@ train
   Continue that run after an interruption:
     packs train --out packs/tickets --resume
 
+init
+  Answer a few questions, and get a recipe:
+    packs init
+  Write one for a Mac with 16 GB:
+    packs init --model mlx-community/Qwen3-4B-4bit --data data --memory 16GB --out mac.yaml
+
 sweep
   Train and compare the trials of a recipe with a section sweep:
     packs sweep -c sweep.yaml
@@ -86,7 +92,7 @@ eval
   Count exact answers of the bundled pack:
     packs eval packs/tiny --metric exact --limit 50
   Evaluate a weighted sum of two packs:
-    packs eval --pack packs/tickets=0.7 --pack packs/law=0.3 --data data
+    packs eval packs/tickets=0.7 packs/law=0.3 --data data
 
 eval-batch
   Compare two packs on the same examples:
@@ -97,8 +103,8 @@ eval-batch
 eval-tasks
   Run two tasks of lm-evaluation-harness with a pack:
     packs eval-tasks packs/tickets --tasks arc_easy,hellaswag --limit 100
-  Compare several packs with the base model:
-    packs eval-tasks packs/tickets packs/law --tasks arc_easy
+  Add two packs up, half of the second one:
+    packs eval-tasks packs/tickets packs/law=0.5 --tasks arc_easy
 
 classify
   Label the texts of a table, and write a table with their labels:
@@ -108,17 +114,17 @@ classify
 
 generate
   Generate with a pack:
-    packs generate --pack packs/tickets --prompt "My card was charged twice for order 1042."
+    packs generate packs/tickets --prompt "My card was charged twice for order 1042."
   Generate without a pack:
     packs generate --model tiny --prompt "What is a list?"
   Add up two packs, and sample:
-    packs generate --pack packs/tickets --pack packs/law=0.3 --temp 0.7 --prompt "Hello"
+    packs generate packs/tickets packs/law=0.3 --temp 0.7 --prompt "Hello"
 
 chat
   Chat with a pack:
-    packs chat --pack packs/tickets
+    packs chat packs/tickets
   Start with a system message:
-    packs chat --pack packs/tickets --system "Answer in one sentence."
+    packs chat packs/tickets --system "Answer in one sentence."
 
 push
   Upload a pack:
@@ -164,11 +170,11 @@ import
 
 serve
   Serve one pack and the base model:
-    packs serve --pack packs/tickets
+    packs serve packs/tickets
   Serve every pack below a folder, as they come and go:
     packs serve --packs packs
   Serve other machines too, with a key:
-    MLX_PACKS_API_KEY=secret packs serve --pack tickets=packs/tickets --host 0.0.0.0
+    MLX_PACKS_API_KEY=secret packs serve tickets=packs/tickets --host 0.0.0.0
 
 studio
   Follow the runs of this folder in the browser:

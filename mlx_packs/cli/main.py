@@ -31,7 +31,7 @@ _NEAR = 0.75  # similarity of names, as of `difflib`
 # By section of `packs --help`: the module of each command.
 COMMANDS = {
     "Train": {"train": "train", "sweep": "sweep", "learn": "learn"},
-    "Prepare": {"data": "data", "plan": "plan", "doctor": "doctor"},
+    "Prepare": {"init": "init", "data": "data", "plan": "plan", "doctor": "doctor"},
     "Use": {"generate": "generate", "chat": "generate", "classify": "classify", "serve": "serve"},
     "Evaluate": dict.fromkeys(("eval", "eval-batch", "eval-tasks"), "evaluate"),
     "Inspect": {

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..packs.pack import Pack
 
 
-_PATHS = ("DIR", "FILE", "DATA", "MODEL", "PACK", "PACK=WEIGHT")  # metavars
+_PATHS = ("DIR", "FILE", "DATA", "MODEL", "PACK", "PACK[=WEIGHT]")  # metavars
 ARGUMENTS = "mlx_packs.arguments"  # in `click.Context.meta`
 HELP_TOPIC = "mlx_packs.help_topic"  # likewise; all where help is not asked for by a flag
 DefaultText = str | Callable[..., str | None] | None
@@ -263,10 +264,35 @@ def data(sentence: str = "Examples to evaluate on", **overrides) -> Callable:
     return option("--data", metavar="DATA", **described | overrides)
 
 
+class _PackOption(Option):
+    """The flag of what a command takes as arguments, too."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        _, text = super().get_help_record(ctx)
+        return f"{self.metavar}, {self.opts[0]}", text
+
+
 def packs(sentence: str, metavar: str = "PACK") -> Callable:
-    """Add ``--pack``, which is repeatable; a pack may have a weight."""
-    where = {"section": "Model and data", "metavar": metavar}
-    return option("--pack", "packs", multiple=True, help=sentence, **where)
+    """Add the packs of a command: arguments, or values of ``--pack``, which is repeatable."""
+    flag = click.option(
+        "--pack",
+        "flagged",
+        cls=_PackOption,
+        section="Model and data",
+        metavar=metavar,
+        multiple=True,
+        help=sentence,
+    )
+    argument = click.argument("packs", nargs=-1, metavar=f"[{metavar}]...", type=click.Path())
+
+    def decorate(command: Callable) -> Callable:
+        @functools.wraps(command)
+        def with_both(packs: tuple[str, ...], flagged: tuple[str, ...], **settings) -> None:
+            return command(packs=(*packs, *flagged), **settings)
+
+        return add(argument, flag)(with_both)
+
+    return decorate
 
 
 def images(sentence: str) -> Callable:

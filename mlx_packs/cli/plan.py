@@ -51,7 +51,7 @@ def _default_text(name: str, *task: str) -> str:
     return _SEARCHED.get(name, "{}").format(options.shown_default(name, *task) or "")
 
 
-def _limit(memory: str | None, budget: str | None, device: str | None) -> tuple[int, list[str]]:
+def limit_of(memory: str | None, budget: str | None, device: str | None) -> tuple[int, list[str]]:
     """Return the bytes that a run may have, and a line if that is a share of a Mac's."""
     from ..runtime import assumed_device, metal_share, on_cpu, total_memory
 
@@ -78,7 +78,7 @@ _memory = partial(option, section="Memory and speed")
 
 
 @click.command(
-    cls=TopicCommand, common="memory budget device machines configs model data json".split()
+    cls=TopicCommand, common="memory budget device machines configs model data verbose json".split()
 )
 @_memory(
     "--memory",
@@ -119,6 +119,7 @@ _memory = partial(option, section="Memory and speed")
     help=f"{facts_of(options.SETTINGS['model']).help} Several are compared in a table.",
 )
 @options.add(*(options.setting(name, partial(_default_text, name)) for name in _SETTINGS))
+@option("-v", "--verbose", is_flag=True, help="Also show other ways, and the parts of the peak.")
 @options.as_json
 def plan(
     memory: str | None,
@@ -127,6 +128,7 @@ def plan(
     machines: int | None,
     configs: tuple[str, ...],
     model: tuple[str, ...],
+    verbose: bool,
     **flags,
 ) -> None:
     """Estimate memory, time and disk space, and suggest a training command.
@@ -146,9 +148,10 @@ def plan(
 
     flags = {k: v for k, v in flags.items() if v is not None}
     files = read_recipes(configs)
-    limit, notes = _limit(memory, budget, device)
+    limit, notes = limit_of(memory, budget, device)
     settings = {"flags": flags, "files": files, "configs": configs}
-    plan_model = partial(_plan_model, **settings, limit=limit, device=device, machines=machines)
+    settings |= {"device": device, "machines": machines, "verbose": verbose}
+    plan_model = partial(planned, **settings, limit=limit)
     here = _machine(recipe_of(flags, files))
     if memory is None and budget is None:
         notes = _machine_lines(here)
@@ -158,7 +161,7 @@ def plan(
         return
 
     report, lines, _ = plan_model(models[0] if models else None)
-    before = next(i for i, line in enumerate(lines) if line.startswith("dtype "))
+    before = next(i for i, line in enumerate(lines) if line.startswith("fits "))
     lines[before:before] = notes
     print_report({**report, "machine": here}, lines)
     if not report["fits"]:
@@ -230,18 +233,20 @@ def _machine_lines(here: dict) -> list[str]:
     return hanging(f"machine {' · '.join(parts)}", _width()).split("\n")
 
 
-def _plan_model(
+def planned(
     model: str | None,
     flags: Mapping,
-    files: Files,
-    configs: Sequence[str],
     limit: int,
-    device: str | None,
-    machines: int | None,
+    files: Files = (),
+    configs: Sequence[str] = (),
+    device: str | None = None,
+    machines: int | None = None,
+    verbose: bool = False,
 ) -> tuple[dict, list[str], "PlanOption"]:
     """Return report, lines and best plan of a model; None is the one that the files name."""
+    from ..memory.plan_text import answer
     from ..memory.read import read_headers
-    from ..memory.recommend import REDUCED, recommend, smallest_change, table
+    from ..memory.recommend import REDUCED, recommend, smallest_change
     from ..memory.row_shapes import row_shapes
     from ..runtime import assumed_device
 
@@ -279,7 +284,7 @@ def _plan_model(
             "options": [facts(choice) for choice in choices],
             "smallest_change": facts(least),
         }
-        lines = table(choices, headers, limit, configs, unflagged, _width())
+        lines = answer(choices, headers, limit, configs, unflagged, _width(), verbose)
         if least.fit != "no" and choices[0].fit == "no":
             changes = " ".join(f"{flag_of(k)} {value}" for k, value in least.changes.items())
             lines.insert(-1, f"fits    with {changes}: {size(least.plan.peak_bytes)}")

@@ -14,7 +14,7 @@ import click
 
 from ..bases.sentence_config import MODULES
 from ..config.choices import TASKS
-from ..errors import PackError, flag_of
+from ..errors import PackError, flag_of, pip_install
 from ..terminal import echo, printable
 from . import options
 from .options import option
@@ -140,9 +140,7 @@ _memory = partial(option, section="Memory and speed")
     metavar="SECONDS",
     help="Time that running requests have to end after Ctrl-C or SIGTERM.",
 )
-@options.setting(
-    "max_pixels", "as all packs of --pack were trained, else 1003520", type=click.IntRange(0)
-)
+@options.setting("max_pixels", "as all packs were trained, else 1003520", type=click.IntRange(0))
 @_server(
     "--allow-urls",
     is_flag=True,
@@ -279,7 +277,7 @@ def check_installed(command: str) -> None:
     """Raise a PackError if what a server needs is not installed."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise PackError(
-            f"{command}: {missing[0]} is not installed. Run `pip install 'mlx-packs[serve]'`.",
+            f"{command}: {missing[0]} is not installed. Run `{pip_install('serve')}`.",
             "dependency",
         )
 
@@ -315,7 +313,7 @@ def _named(texts: tuple[str, ...]) -> "dict[str, Pack]":
         if name in packs:
             raise PackError(
                 f"--pack {text}: '{name}' names another pack already. Give it a name of its own: "
-                f"--pack NAME={source}.",
+                f"NAME={source}.",
                 "conflict",
             )
         packs[name] = pack

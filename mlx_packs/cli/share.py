@@ -54,7 +54,7 @@ def push(pack: str, repo: str, **settings) -> None:
     "--out",
     metavar="DIR",
     help="Folder to write the pack to.",
-    default_text="the Hub's cache, for --pack owner/name",
+    default_text="the Hub's cache, for commands with owner/name as their PACK",
 )
 @options.overwrite
 @options.as_json
@@ -76,6 +76,6 @@ def pull(repo: str, out: str, overwrite: bool) -> None:
     report = {"pack": str(pack.path), "pack_mb": pack.size_mb, **(read_pin(pack.path) or {})}
     lines = [
         f"pulled  {pack.path} ({pack.size_mb:.2f} MB) · commit {report['commit'][:12]} · hashes ok",
-        f'try     packs generate --pack {out or repo} --prompt "…"',
+        f'try     packs generate {out or repo} --prompt "…"',
     ]
     print_report(report, lines)

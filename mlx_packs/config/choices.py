@@ -243,8 +243,8 @@ ARCHITECTURES = {
         prefix="bert.",
         quantizable=False,
         in_mlx_lm=False,
-        instead="For an encoder there are `packs train --task embedding`, `packs eval` (which adds "
-        "packs up, too: --pack A=0.7 --pack B=0.3), `packs merge`, `packs export`, and "
+        instead="For an encoder there are `packs train --task embedding`, `packs eval` (of several "
+        "packs, too: A=0.7 B=0.3), `packs merge`, `packs export`, and "
         "base.encode(texts).",
     ),
 }
@@ -387,7 +387,7 @@ TASKS = Table(
                 described="a classifier",
                 instead="Use packs classify, packs eval, packs serve (/v1/classify) or "
                 "base.classify().",
-                command="packs classify --pack . --model {base} < rows.jsonl",
+                command="packs classify . --model {base} < rows.jsonl",
                 hub="text-classification",
                 activates=False,
                 evaluator="mlx_packs.evaluation.classification:ClassifierEvaluator",
@@ -444,6 +444,15 @@ DECODER_TASKS = tuple(
     for name, facts in TASKS.items()
     if facts.architecture == "decoder" and not facts.by_text  # whose runs have no phases
 )
+# Models to begin with, and the GB of the smallest machine that a run fits (docs/choose.md).
+MODELS = {
+    "mlx-community/Qwen3-0.6B-4bit": 8,
+    "mlx-community/Qwen3-1.7B-4bit": 8,
+    "mlx-community/Qwen3-4B-4bit": 8,
+    "mlx-community/Qwen3-8B-4bit": 16,
+    "mlx-community/Qwen3-14B-4bit": 24,
+}
+ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 PREFERENCE_TASKS = tuple(
     name for name, facts in TASKS.items() if facts.sequences == 2 and facts.masks
 )

@@ -4,7 +4,9 @@ Help, flags, checks, and every "which settings ..." (`fields_where`) are read fr
 """
 
 import dataclasses
+import inspect
 import math
+import textwrap
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ..errors import Code, PackError, any_of, did_you_mean, flag_of
+from ..errors import Code, PackError, any_of, did_you_mean, flag_of, in_python
 from ..reading import read_json, read_yaml
 from .choices import TASKS, Table, task_defaults
 from .other_names import OTHER_NAMES, OTHER_VALUES, ours_for, removal, value_hint
@@ -126,6 +128,24 @@ class Fault(NamedTuple):
     code: Code = "invalid"
 
 
+class _Doc:
+    """The docstring of a class of settings: its own, and the meaning and default of each."""
+
+    def __init__(self, own: str | None) -> None:
+        self.own = inspect.cleandoc(own or "")
+
+    def __get__(self, settings: "Settings | None", cls: type["Settings"]) -> str:
+        parts = dict.fromkeys(SECTIONS, "")
+        fields = vars(cls).get("__dataclass_fields__", {}).values()
+        for field in (each for each in fields if "facts" in each.metadata):
+            default = default_in_words(field, *facts_of(field).tasks)
+            text = f"{field.name}: {in_python(facts_of(field).help)}"
+            text += f" [{default}]" if default else ""
+            indents = {"initial_indent": "    ", "subsequent_indent": "        "}
+            parts[facts_of(field).section] += textwrap.fill(text, 96, **indents) + "\n"
+        return "\n\n".join([self.own, *(f"{k}:\n{v[:-1]}" for k, v in parts.items() if v)])
+
+
 class Settings:
     """Base of the configurations: each value gets the type of its field and is checked.
 
@@ -135,6 +155,7 @@ class Settings:
 
     def __init_subclass__(cls) -> None:
         _CLASSES[cls.__name__] = cls
+        cls.__doc__ = _Doc(vars(cls).get("__doc__"))
 
     def __new__(cls, *args: Any, **settings: Any) -> "Settings":
         """Reject a name that is no field, and name the right one, as Python's error does not."""

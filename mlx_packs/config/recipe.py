@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TypeVar
 
-from ..errors import PackError, flag_of
+from ..errors import PackError, any_of, flag_of
 from ..files import TINY_FOLDER
-from .choices import METHODS, task_defaults
+from .choices import DECODER_TASKS, ENCODER, METHODS, MODELS, task_defaults
 from .data import DataConfig
 from .external import from_mlx_lm
 from .fields import Settings, fields_where, option, read_settings, unknown_setting
@@ -247,13 +247,34 @@ def check_method(recipe: Recipe) -> None:
             )
 
 
-def check_data_named(recipe: Recipe) -> None:
-    """Raise a PackError if a base that is not the bundled one would train on the bundled data."""
+def check_named(recipe: Recipe) -> None:
+    """Raise a PackError for a model without examples, or examples without a model.
+
+    The bundled model and the bundled examples are only defaults of each other.
+    """
     phases = recipe.train.phases or [Phase()]
-    if recipe.names_data or recipe.model == RunOptions.model or all(p.data for p in phases):
-        return
-    raise PackError(
-        f"--data: name the examples to train {recipe.model} on; the bundled ones are for the "
-        "bundled model (--data tiny).",
-        flag="data",
-    )
+    if "model" in recipe.run:
+        if recipe.names_data or recipe.model == RunOptions.model or all(p.data for p in phases):
+            return
+        raise PackError(
+            f"--data: name the examples to train {recipe.model} on; the bundled ones are for the "
+            "bundled model (--data tiny).",
+            flag="data",
+        )
+
+    has_own = recipe.data.changed(DATA_SETTINGS) or any(p.data for p in phases)
+    if has_own and not recipe.run.get("resume"):
+        from ..runtime import host_memory  # an import of MLX, which other runs of this do not need
+
+        names = models_for(host_memory()) if recipe.train.task in DECODER_TASKS else [ENCODER]
+        raise PackError(
+            f"--model: name the model to train. {any_of(names)} would fit this machine. The "
+            "bundled one (--model tiny) only shows how training works.",
+            flag="model",
+        )
+
+
+def models_for(memory: int) -> list[str]:
+    """Return three models that can be trained in the memory of a machine, the smallest first."""
+    fitting = [name for name, gb in MODELS.items() if gb * 1e9 <= memory]
+    return fitting[-3:] or [next(iter(MODELS))]

@@ -14,7 +14,7 @@ from typing import Any
 from ..bases.supported import is_batchable
 from ..bases.turns import render_conversation
 from ..config.arguments import checked_arguments
-from ..errors import PackError
+from ..errors import PackError, pip_install
 from ..inference.generate import check_batches
 from ..packs.base import Base, activated, check_no_pack, loaded_base
 from ..packs.compatibility import check_base, check_generates
@@ -96,7 +96,7 @@ def _task_manager(tasks: Sequence[str], task_path: str | Path | None) -> Any:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise PackError(
-            f"lm_eval: cannot be imported ({error}). Run `pip install 'mlx-packs[lm-eval]'`.",
+            f"lm_eval: cannot be imported ({error}). Run `{pip_install('lm-eval')}`.",
             "dependency",
         ) from None
 

@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from .. import runtime
@@ -22,24 +21,19 @@ from ..config.fields import fields_where
 from ..config.lora import LoRAConfig
 from ..config.recipe import ADAPTER_SETTINGS, Recipe
 from ..config.schema import TrainConfig
-from ..display import hanging, shown_count, size
-from ..errors import PackError, any_of
-from ..offload.disk import plan_line
-from .decoder_sizes import has_images
+from ..display import size
+from ..errors import PackError
 from .estimate import (
     LEAST_RANK,
     SHORTEST,
-    disk_summary,
     estimate,
     matmul_paths,
     plan_disk,
-    remedies,
 )
 from .headers import Headers
 from .plan import (
     ERROR,
     MemoryPlan,
-    has_logits,
     has_score_head,
     recompute_policies,
     unquantized,
@@ -55,7 +49,7 @@ _SMALL = "small base: full precision fits, quantizing would cost accuracy for me
 _METHODS = {True: ("lora-fp32", "lora", "qlora"), False: ("lora", "lora-fp32", "qlora")}  # if small
 # Settings that are reduced until a run fits; quantize is one of the ways that are compared.
 REDUCED = ("batch_size", "recompute", "max_seq_length", "rank", "quantize")
-_ALWAYS = ("batch_size", "max_seq_length", "rank", "matmul_path")  # named in every command
+_BY_TASK = ("batch_size", "max_seq_length", "rank")  # whose defaults a task may change
 
 
 @dataclass(frozen=True)
@@ -189,7 +183,7 @@ class PlanOption:
         """Return the `packs train` whose peak this is, given what ``configs`` and defaults set.
 
         The matmul path is always named: left to `auto`, the run would choose, and peak, by the
-        machine that it is on.
+        machine that it is on. Other defaults of the task are not.
         """
         words = ["packs", "train", *(w for file in configs for w in ("-c", str(file)))]
         words += ["--model", model]
@@ -201,10 +195,11 @@ class PlanOption:
         if self.train.epochs is not None:
             unused.append("iters")
 
+        named = {"matmul_path", *(_BY_TASK if wanted["task"] != before["task"] else ())}
         names = fields_where(TrainConfig, LoRAConfig, memory=True)
         others = (fields_where(TrainConfig, **{fact: True}) for fact in ("disk", "time"))
         for name in (*names, *itertools.chain(*others)):
-            if name not in unused and (name in _ALWAYS or wanted[name] != before[name]):
+            if name not in unused and (name in named or wanted[name] != before[name]):
                 words += _flag(name, wanted[name])
         return shlex.join(words)
 
@@ -499,83 +494,3 @@ def _full_option(request: PlanRequest) -> PlanOption:
     )
 
     return PlanOption("full", "none", layers, train, plan, verdict(plan, request.memory), why)
-
-
-def table(
-    options: list[PlanOption],
-    headers: Headers,
-    memory: int,
-    configs: Sequence[str] = (),
-    defaults: Recipe | None = None,
-    width: int = 100,
-) -> list[str]:
-    """Return options for people in lines of ``width`` columns, and the next command in one line."""
-    best = options[0]
-    dtype = best.dtype(headers.config)
-    has_times = any(option.step for option in options)
-    seconds_title = "s/step " if has_times else ""
-    indent = max(13, *(len(option.kind) for option in options))
-
-    lines = [
-        f"base    {headers.name} · {shown_count(best.plan.base_weights)} weights · "
-        f"memory {size(memory)}",
-        f"dtype   {dtype.name}: {dtype.why}",
-        "",
-        f"{'method':<{indent}} {'path':<9}{'rank':>4} {'batch':>8} {'recompute':>9} {'peak':>8} "
-        f"{seconds_title}fits",
-    ]
-
-    for o in options:
-        kind, path, rank, batch, recompute, peak, fit = o.cells
-        seconds = ""
-        if has_times:
-            step_s = f"{o.step.seconds:.3g}" if o.step else "-"
-            seconds = f"{step_s:>6} "
-        lines.append(
-            f"{kind:<{indent}} {path:<9}{rank:>4} {batch:>8} {recompute:>9} {peak:>8} "
-            f"{seconds}{fit}"
-        )
-
-    lines += ["", f"parts of {best.kind} at the peak"]
-    for name, part in best.plan.parts().items():
-        lines.append(f"  {name:<22} {size(part) if part else 0:>12}")
-    lines += [f"  {'peak, at ' + best.plan.moment:<22} {size(best.plan.peak_bytes):>12}", ""]
-
-    lines += _notes(best, headers, width)
-    if best.fit == "no":
-        ways = remedies(headers, best.lora, best.train, partial(estimate, headers))
-        return [*lines, f"try:    {any_of([*ways, 'more memory'])}"]
-    return [*lines, f"try:    {best.command(headers.name, configs, defaults)}"]
-
-
-def _notes(best: PlanOption, headers: Headers, width: int) -> list[str]:
-    assumed = ""
-    if best.longest is None and has_logits(best.train):
-        of_images = ", and as one of an image" if has_images(headers.config) else ""
-        assumed = f"Every token is taken as a target{of_images}."
-
-    notes = {
-        "disk": disk_summary(plan_disk(best.plan, best.train)),
-        "why": f"{best.kind}: {best.why}",
-        "error": f"± {ERROR:.0%} against runs on a CPU (benchmarks/plan_accuracy.py), ± 20 % on an "
-        f"NVIDIA GPU; not measured on a Mac. {assumed}".strip(),
-        "cache": "not counted: the buffers that MLX has freed and keeps; it gives them back when "
-        "memory is short.",
-    }
-
-    if MATMUL_PATHS[best.plan.matmul_path].dequantizes and not runtime.on_cpu():
-        if reason := slow_in_place(headers, best.train):
-            notes["path"] = f"{best.plan.matmul_path}: {reason}"
-
-    if best.plan.offload is not None:
-        notes["offload"] = plan_line(best.plan.offload)
-    if best.step:
-        time = f"seconds per step: {best.step.source}"
-        if best.step.error:
-            time += f", ± {best.step.error:.0%} on those steps"
-        notes["time"] = f"{time}. Every example is of full length."
-    if best.run:
-        notes["run"] = best.run.line()
-
-    lines = (hanging(f"{label:<8}{text}", width) for label, text in notes.items())
-    return "\n".join(lines).splitlines()

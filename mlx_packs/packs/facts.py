@@ -202,17 +202,17 @@ def card_command(manifest: dict) -> str:
     if command := pack_facts(manifest).command:
         return command.format(base=base)
     if base == TINY:
-        return "packs generate --pack . --prompt ..."
+        return "packs generate . --prompt ..."
 
     if _has_images(manifest):
-        return f"packs generate --model {base} --pack . --image FILE --prompt ..."
+        return f"packs generate . --model {base} --image FILE --prompt ..."
 
     quantize = (manifest.get("recipe") or {}).get("quantize") or "none"
     is_file = is_local_model(base) or names_file(base)
     if quantize == "none" and not is_file and adapter_config(manifest):
         program = package_of(manifest["base"]["model_type"]).replace("-", "_")
         return f"{program}.generate --model {base} --adapter-path . --prompt ..."
-    return f"packs generate --model {base} --pack . --prompt ..."
+    return f"packs generate . --model {base} --prompt ..."
 
 
 def _has_images(manifest: Mapping) -> bool:
@@ -314,7 +314,7 @@ def manifest_facts(manifest: Mapping, title: str) -> Page:
 
     base = manifest["base"]
     named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
-    command = text(card_command(named), 400).replace("--pack .", f"--pack {text(title)}")
+    command = text(card_command(named), 400).replace(" . ", f" {text(title)} ")
     rows = [(label, text(value, 400)) for label, value in pack_rows(named)]
 
     return Page(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..config.recipe import RunOptions, base_defaults, check_data_named, resolve
+from ..config.recipe import RunOptions, base_defaults, check_named, resolve
 from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
 from ..files import atomic_write, exclusive_writer, make_folder, to_json, write_errors
@@ -51,7 +51,7 @@ def check_settings(settings: Mapping[str, str]) -> None:
     model = settings.get("model", RunOptions.model)
     task = settings.get("task", TrainConfig.task)
     defaults = base_defaults(model, task, TrainConfig.method)
-    check_data_named(resolve(settings, defaults=defaults))
+    check_named(resolve(settings, defaults=defaults))
 
 
 def arguments_of(home: Path, name: str, settings: Mapping[str, str]) -> list[str]:

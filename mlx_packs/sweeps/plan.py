@@ -13,7 +13,7 @@ import numpy as np
 from ..bases.files import check_files, resolve_checkpoint
 from ..config.choices import SEARCHES
 from ..config.fields import Fault, Settings, option
-from ..config.recipe import Recipe, check_data_named
+from ..config.recipe import Recipe, check_named
 from ..config.values import setting_error, typed_value
 from ..errors import PackError, did_you_mean
 from ..tasks.phases import check_overridden, resolve_phases
@@ -247,7 +247,7 @@ def _recipe(
     try:
         resolved = recipe_of(settings)
         check_overridden(resolved.train, resolved.specified)
-        check_data_named(resolved)
+        check_named(resolved)
         resolve_phases(resolved.train, resolved.data)
     except PackError as error:
         names = {key.rpartition(".")[2] for key in values} | {key.split(".")[0] for key in values}

@@ -465,12 +465,12 @@ def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
     lines = _pack_lines(report)
     if report.get("raw_prompt"):
         start = (prompt or "").lstrip().partition("\n")[0][:_MOST_PASTED]
-        return [*lines, f"packs generate --pack {pack} --raw --prompt {shlex.quote(start)}"]
+        return [*lines, f"packs generate {pack} --raw --prompt {shlex.quote(start)}"]
 
     if prompt and len(prompt) <= _MOST_PASTED and prompt.isprintable():
         image = " --image FILE" if report.get("images") else ""
-        lines.append(f"packs generate --pack {pack}{image} --prompt {shlex.quote(prompt)}")
-    return [*lines, f"packs chat --pack {pack}"]
+        lines.append(f"packs generate {pack}{image} --prompt {shlex.quote(prompt)}")
+    return [*lines, f"packs chat {pack}"]
 
 
 def make_tasks(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .. import runtime
 from ..adapters.trainable import Trainable
 from ..data.in_memory import InMemoryRows
-from ..errors import PackError
+from ..errors import PackError, pip_install
 from ..evaluation.images import images_report
 from ..gates import Gates, evaluate_gates, gate_limits
 from ..ops import _backend
@@ -109,7 +109,7 @@ class TrainRun:
             try:
                 import matplotlib.pyplot as plt
             except ModuleNotFoundError:
-                text = "plot: matplotlib is not installed. Run `pip install 'mlx-packs[plot]'`."
+                text = f"plot: matplotlib is not installed. Run `{pip_install('plot')}`."
                 raise PackError(text, "dependency") from None
             ax = plt.gca()
 

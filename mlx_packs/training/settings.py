@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.choices import OPTIMIZERS, TASKS
 from ..config.data import DataConfig
 from ..config.lora import LoRAConfig
-from ..config.recipe import Recipe, RunOptions, check_data_named, from_configs
+from ..config.recipe import Recipe, RunOptions, check_named, from_configs
 from ..config.schema import TrainConfig
 from ..data.in_memory import Data, columns_of
 from ..display import QUIET, Display
@@ -41,7 +41,7 @@ class Request:
     open_base: Callable[..., Base] | None = None  # in place of `load_base`
 
     def __post_init__(self) -> None:
-        check_data_named(self.recipe)
+        check_named(self.recipe)
         for callback in self.callbacks:
             if not isinstance(callback, Observer):
                 raise PackError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from ..errors import PackError, library_errors
+from ..errors import PackError, library_errors, pip_install
 from ..reading import open_regular
 from ..sandbox.images import as_rgb
 from ..sandbox.process import IMAGES, Fault, LimitExceeded
@@ -92,7 +92,7 @@ def _check_pillow() -> None:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise PackError(
-            "examples with images need pillow. Run `pip install 'mlx-packs[vision]'`.", "dependency"
+            f"examples with images need pillow. Run `{pip_install('vision')}`.", "dependency"
         ) from None
 
 

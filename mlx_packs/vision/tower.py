@@ -14,7 +14,7 @@ from mlx.utils import tree_map
 
 from .. import runtime
 from ..bases.families import ImageFacts
-from ..errors import PackError, library_errors
+from ..errors import PackError, library_errors, pip_install
 from ..runtime import mx
 
 _LOADING = "its vision tower cannot be loaded"
@@ -111,7 +111,7 @@ def _load_tower(path: Path) -> nn.Module:
         from mlx_vlm.utils import load_model
     except ImportError:
         raise PackError(
-            "images need mlx-vlm. Run `pip install 'mlx-packs[vision]'`.", "dependency"
+            f"images need mlx-vlm. Run `{pip_install('vision')}`.", "dependency"
         ) from None
 
     with library_errors(partial(_faulty, path)), _quiet():

@@ -121,4 +121,4 @@ def test_what_cannot_be_loaded_is_one_line(here, monkeypatch):
 
     monkeypatch.setattr(model_classes, "find_spec", lambda name: None)
     monkeypatch.setattr(unsupported, "find_spec", lambda name: None)
-    check("k2_horizon", "Model type k2_horizon not supported", "mlx-packs[vision]")
+    check("k2_horizon", "Model type k2_horizon not supported", "[vision]'")

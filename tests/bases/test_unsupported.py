@@ -36,7 +36,7 @@ def check_unsupported(code: str, names: tuple[str, ...], load, *args) -> None:
         ("weights.npz", ("an old MLX", "mlx_lm.convert")),
         ("model.onnx", ("ONNX", DENSE)),
         ("adapter_config.json", ("`packs import",)),
-        ("pack.json", ("--pack",)),
+        ("pack.json", ("as PACK",)),
     ],
 )
 def test_a_folder_of_other_weights(llama_folder, file, names):

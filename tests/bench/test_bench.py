@@ -359,7 +359,7 @@ def test_several_steps_learn_as_single_ones_do(small, monkeypatch, ahead):
 def test_the_plan_predicts_by_what_was_measured_on_this_device(benched, run, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(benched[1] / "cache"))
     chips.chip_here.cache_clear()
-    code, out, _ = run("plan", "--memory", "16")
+    code, out, _ = run("plan", "--memory", "16", "-v")
     text = " ".join(out.split())
     assert code == 0 and "s/step" in out and "calibrated by packs bench of 20" in text
     options = json.loads(run("plan", "--memory", "16", "--json")[1])["options"]

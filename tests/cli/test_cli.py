@@ -176,9 +176,11 @@ def test_a_run_on_texts_ends_with_a_command_that_continues_one(tmp_path):
     (tmp_path / "train.jsonl").write_text((json.dumps({"text": text}) + "\n") * 8)
     out = tmp_path / "pack"
     few = ("--iters", 1, "--batch-size", 1, "--matmul-path", "dense", "--num-layers", 1)
-    result = invoke("train", "--data", tmp_path / "train.jsonl", *few, "--out", out)
+    result = invoke(
+        "train", "--model", "tiny", "--data", tmp_path / "train.jsonl", *few, "--out", out
+    )
     last = result.stdout.splitlines()[-1]
-    assert last.startswith(f"packs generate --pack {out} --raw --prompt 'Once there was"), last
+    assert last.startswith(f"packs generate {out} --raw --prompt 'Once there was"), last
     shown = invoke(*shlex.split(last)[1:], "--max-tokens", 2)
     assert shown.exit_code == 0 and shown.stdout.strip()
 
@@ -196,7 +198,7 @@ def test_a_run_starts_with_base_data_and_plan_in_80_columns(tmp_path):
 
 
 def test_show_mask_marks_what_is_learned(answers):
-    result = invoke("train", "--data", answers / "rows", "--show-mask")
+    result = invoke("train", "--model", "tiny", "--data", answers / "rows", "--show-mask")
     assert "⟦It is one and one.<|im_end|>⟧" in result.stdout
     assert "loss on assistant; --loss-on all, completion or assistant" in result.stderr
 
@@ -205,18 +207,30 @@ def test_show_mask_shows_the_format_that_the_task_trains_on(tmp_path):
     file = tmp_path / "rows.jsonl"
     sides = {"prompt": "Name a fruit.", "chosen": "A lime.", "rejected": "A stone."}
     file.write_text(json.dumps({**sides, "text": "A text.", **chat("Hi", "Hello.")}) + "\n")
-    shown = invoke("train", "--data", file, "--task", "dpo", "--show-mask").output
+    shown = invoke(
+        "train", "--model", "tiny", "--data", file, "--task", "dpo", "--show-mask"
+    ).output
     assert "⟦A lime.<|im_end|>" in shown and "⟦A stone.<|im_end|>" in shown
     assert "Hello" not in shown and "A text" not in shown and "--loss-on" not in shown
 
     file.write_text(json.dumps(sides) + "\n")
-    rejected = invoke("train", "--data", file, "--show-mask")
+    rejected = invoke("train", "--model", "tiny", "--data", file, "--show-mask")
     assert rejected.exit_code == 2 and "--task dpo" in rejected.stderr
 
 
 def test_quiet_prints_the_result_line_only(answers):
     few = ("--iters", 1, "--num-layers", 1, "--matmul-path", "dense", "--test-batches", 1)
-    result = invoke("train", "-q", "--data", answers / "rows", *few, "--out", answers / "quiet")
+    result = invoke(
+        "train",
+        "--model",
+        "tiny",
+        "-q",
+        "--data",
+        answers / "rows",
+        *few,
+        "--out",
+        answers / "quiet",
+    )
     assert result.stdout.count("\n") == 1 and result.stdout.startswith("done")
     assert not result.stderr
 
@@ -231,7 +245,7 @@ def test_train_counts_and_says_what_is_cut(tmp_path):
     data = write_rows(tmp_path / "d", train=[*CHATS, *long], valid=CHATS[:2])
     few = ("--iters", 2, "--num-layers", 1, "--matmul-path", "dense", "--test-batches", 1)
     out = ("--out", tmp_path / "o", "--max-seq-length", 40)
-    result = invoke("train", "--data", data, *few, *out)
+    result = invoke("train", "--model", "tiny", "--data", data, *few, *out)
     (line,) = (line for line in result.stderr.splitlines() if "--max-seq-length" in line)
     assert all(part in line for part in ("2 examples cut", "40 tokens", "1 examples dropped"))
 
@@ -252,7 +266,7 @@ CASES = {
 }
 # Those that take longer, or need a network or other packages; `print_report` checks them too.
 OTHERS = {
-    *("bench", "combine", "doctor", "eval-tasks", "import", "learn"),
+    *("bench", "combine", "doctor", "eval-tasks", "import", "init", "learn"),
     *("merge", "pull", "push", "quantize", "serve", "sweep"),
 }
 

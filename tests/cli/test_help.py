@@ -22,7 +22,7 @@ from mlx_packs.config.tasks import tasks_of
 from tests.helpers.documents import ROOT
 
 # Options of `packs plan` with a meaning of their own there, or that name what is planned.
-_SHARED = {"--config", "--model", "--data", "--json", "--help"}
+_SHARED = {"--config", "--model", "--data", "--verbose", "--json", "--help"}
 PAGES = ROOT / "docs" / "man"
 MACROS = {".TH", ".SH", ".SS", ".TP", ".PP", ".B", ".RS", ".RE", ".nf", ".fi", ".nh", ".ad"}
 

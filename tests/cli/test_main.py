@@ -139,7 +139,7 @@ def test_other_errors_keep_their_traceback_and_exit_with_70(monkeypatch, run, er
 def test_modules_are_the_command(program, here, monkeypatch, capsys):
     module, *before = program.split()
     monkeypatch.delitem(sys.modules, "mlx_packs.train", raising=False)  # runpy would warn
-    monkeypatch.setattr(sys, "argv", [module, *before, "--data", "nope", "-q"])
+    monkeypatch.setattr(sys, "argv", [module, *before, "--model", "tiny", "--data", "nope", "-q"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(module, run_name="__main__")
     out, err = capsys.readouterr()

@@ -13,6 +13,7 @@ from tests.helpers import documents
 from tests.helpers.rows import CHATS, write_rows
 
 TESTS = Path(__file__).parent
+MODEL = "mlx-community/Qwen3-4B-4bit"
 LINES = next(text for _, text in documents.read("docs/runs.md").blocks("sh") if "while" in text)
 SETTINGS = (
     "--matmul-path dense --rank 2 --num-layers 1 --batch-size 2 --max-seq-length 64 --iters 10 "
@@ -40,7 +41,9 @@ def shell(here):
 @pytest.mark.parametrize("code", [0, 2, 75, 130])
 def test_the_shell_lines_end_with_a_run_that_is_over(shell, here, code):
     assert shell(f'echo "$*" >> calls; exit {code}') == 0
-    assert (here / "calls").read_text() == "train --data data --out packs/tickets\n"
+    assert (
+        here / "calls"
+    ).read_text() == f"train --model {MODEL} --data data --out packs/tickets\n"
 
 
 def test_the_shell_lines_continue_a_run_until_it_is_over(shell, here):
@@ -56,7 +59,7 @@ def test_the_shell_lines_continue_a_killed_run_to_the_same_bytes(shell, run, her
     assert run(*whole)[0] == 0
     (here / "kills.json").write_text("[3, 8]")
     shell(
-        f'case "$*" in *--resume*) ;; *) set -- "$@" {SETTINGS} ;; esac\n'
+        f'case "$*" in *--resume*) ;; *) set -- "$@" --model tiny {SETTINGS} ;; esac\n'
         f'exec {sys.executable} {TESTS / "dying_run.py"} "$@"'
     )
     assert (here / "kills.json").read_text() == "[]"

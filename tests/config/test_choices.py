@@ -18,7 +18,7 @@ LISTINGS = {
 # some of the tasks, objectives name what makes a task, and a switch has no code.
 WITHOUT_REGISTRY = {
     *("TASKS", "METHODS", "SEARCHES", "DECODER_TASKS", "POLICIES", "OBJECTIVES"),
-    *("METRICS", "NUMBERS", "WEIGHT_MODES", "WEIGHT_FORMATS", "AUTO_ON_OFF"),
+    *("METRICS", "NUMBERS", "WEIGHT_MODES", "WEIGHT_FORMATS", "AUTO_ON_OFF", "MODELS"),
 }
 
 

@@ -99,3 +99,12 @@ def test_configuration_is_read_without_mlx():
     code = "import sys; from mlx_packs.config import external, recipe\n"
     code += "recipe.resolve({'lr_schedule': 'wsd', 'phases': [{}]}, 'c.yaml')\n"
     assert run_python(code + "print('mlx.core' in sys.modules)").split() == ["False"]
+
+
+def test_the_docstring_of_a_configuration_has_the_meaning_and_default_of_each_setting():
+    for config in (TrainConfig, LoRAConfig, DataConfig):
+        shown = re.findall(r"(?m)^    (\w+): [A-Z]", config.__doc__)
+        assert sorted(shown) == sorted(field.name for field in dataclasses.fields(config))
+    assert "rank: Rank of the adapters. [16]" in LoRAConfig.__doc__
+    batch_size = TrainConfig.__doc__.split("    batch_size: ")[1].split("\n    m")[0]
+    assert "1 with --task grpo" in " ".join(batch_size.split())

@@ -78,7 +78,7 @@ def stock_perplexity(model: Path, adapter: Path | None) -> float:
 
 def test_eval_batch_on_base_and_three_packs(packs_here, run):
     """JSON and CSV; perplexities are those of stock mlx-lm on the same rows."""
-    packs = ("--pack", "a", "b", "c", "--batch-size", "1,3")
+    packs = ("a", "b", "--pack", "c", "--batch-size", "1,3")
     code, out, err = run("eval-batch", *packs, *QUICK, "--csv", "out.csv", "--json")
     assert code == 0, err
 

@@ -49,7 +49,7 @@ def alone(base, context: str, continuation: str) -> float:
 
 def test_without_lm_eval_the_message_says_how_to_get_it(small_base, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with raises("dependency", None, "lm_eval", "`pip install 'mlx-packs[lm-eval]'`"):
+    with raises("dependency", None, "lm_eval", "[lm-eval]'`"):
         evaluate_tasks(small_base, None, ["arc_easy"])
 
 

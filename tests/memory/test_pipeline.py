@@ -90,7 +90,7 @@ def test_packs_plan_says_what_machines_are_needed_for():
     assert all(
         each["machines"]["needed"] == "one machine" for each in json.loads(result.stdout)["options"]
     )
-    lines = CliRunner().invoke(plan, arguments).stdout.splitlines()
+    lines = CliRunner().invoke(plan, [*arguments, "-v"]).stdout.splitlines()
     (at,) = [i for i, line in enumerate(lines) if line.startswith("ranks ")]
     assert lines[at].startswith("ranks   2 machines (--hosts, --pipeline): each takes ")
     assert " ".join(map(str.strip, lines[at : at + 2])).endswith("that fits: one machine")

@@ -11,8 +11,9 @@ from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.files import CACHE_VARIABLE
 from mlx_packs.memory import step_time
 from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.plan_text import answer
 from mlx_packs.memory.read import describe, read_headers
-from mlx_packs.memory.recommend import recommend, table
+from mlx_packs.memory.recommend import recommend
 from mlx_packs.memory.step_time import predict, remember_steps, slow_in_place
 from tests.helpers.fp4 import write_compressed
 
@@ -107,7 +108,7 @@ def test_gradients_through_fp4_do_not_use_matrix_units(on_gpu, chip):
         assert predicted == pytest.approx(seconds, rel=0.15), path
 
     is_m5 = chip == "M5 Max"
-    lines = " ".join(table(options := recommend(base, 64 << 30), base, 64 << 30))
+    lines = " ".join(answer(options := recommend(base, 64 << 30), base, 64 << 30, verbose=True))
     assert options[0].plan.matmul_path == ("transient" if is_m5 else "quantized")
     assert ("gradients through nvfp4" in lines) == is_m5
     affine = quantized(QWEN3_4B)
@@ -186,7 +187,7 @@ def test_a_damaged_calibration_is_none(measured_rates, steps):
 def test_the_plan_shows_seconds_and_where_they_are_from(measured_rates):
     headers = calibrate(2.0)
     options = recommend(headers, 10**10, LORA)
-    lines = table(options, headers, 10**10, width=80)
+    lines = answer(options, headers, 10**10, width=80, verbose=True)
     assert max(map(len, lines[:-1])) <= 80
     assert any(line.endswith("s/step fits") for line in lines)
     assert "calibrated by packs bench of 20" in " ".join(" ".join(lines).split())

@@ -261,11 +261,11 @@ def test_model_card_prints_a_command_that_can_load_the_base(full_pack):
     of_gguf = {**manifest, "base": {**manifest["base"], "id": "model.Q4_1.gguf"}}
     quantized = {**named, "recipe": {"quantize": "affine4"}}
     for facts, command in (
-        (manifest, "packs generate --pack ."),
+        (manifest, "packs generate ."),
         (named, "mlx_lm.generate --model owner/name --adapter-path ."),
-        (quantized, "packs generate --model owner/name --pack ."),
-        (with_images, "packs generate --model owner/name --pack . --image FILE"),
-        (of_gguf, "packs generate --model model.Q4_1.gguf --pack ."),  # mlx-lm does not read it
+        (quantized, "packs generate . --model owner/name"),
+        (with_images, "packs generate . --model owner/name --image FILE"),
+        (of_gguf, "packs generate . --model model.Q4_1.gguf"),  # mlx-lm does not read it
     ):
         card = model_card(facts, "p")
         assert f"\n{command} --prompt ...\n" in card

@@ -293,4 +293,4 @@ def test_a_server_without_mlx_vlm_says_so(server, monkeypatch):
     server.worker.base.tokenizer._images.keep_in_memory()  # without a tower
     monkeypatch.setitem(sys.modules, "mlx_vlm.utils", None)
     error = rejected(server, CHAT, {"model": "base", "messages": [asks("What?", png(99))]})
-    assert error["code"] == "dependency" and "mlx-packs[vision]" in error["message"]
+    assert error["code"] == "dependency" and "[vision]'" in error["message"]

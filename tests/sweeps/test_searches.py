@@ -94,7 +94,7 @@ FAULTS = {
     "sweep: {parameters: {rank: [x]}}": "invalid",
     "sweep: {parameters: {out: [x]}}": "conflict",
     "sweep: {parameters: {task: [lm, grpo]}}": "conflict",
-    "sweep: {parameters: {data: [nowhere, tiny]}}": "not-found",
+    "model: tiny\nsweep: {parameters: {data: [nowhere, tiny]}}": "not-found",
     "sweep: {metric: pll, parameters: {rank: [4]}}": "unknown",
     "sweep: {seach: grid, parameters: {rank: [4]}}": "unknown",
     "sweep: {search: random, parameters: {rank: [4]}}": "invalid",

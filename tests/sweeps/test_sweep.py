@@ -20,7 +20,14 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.rows import CHATS, write_rows
 
 RECIPE = {
-    **{"data": "rows", "iters": 9, "batch_size": 1, "max_seq_length": 64, "num_layers": 1},
+    **{
+        "model": "tiny",
+        "data": "rows",
+        "iters": 9,
+        "batch_size": 1,
+        "max_seq_length": 64,
+        "num_layers": 1,
+    },
     **{"test_batches": 1, "val_batches": 0, "metric": "none", "save_every": 1},
 }
 RANKS = {"parameters": {"rank": [1, 2, 3]}}

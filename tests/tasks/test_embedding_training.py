@@ -14,8 +14,9 @@ from mlx_packs.convert.interop import export_pack
 from mlx_packs.convert.merge import merge_pack
 from mlx_packs.errors import PackError
 from mlx_packs.memory.headers import Headers, tensors_of
+from mlx_packs.memory.plan_text import answer
 from mlx_packs.memory.read import read_headers
-from mlx_packs.memory.recommend import recommend, table
+from mlx_packs.memory.recommend import recommend
 from mlx_packs.objectives.embedding import DecoderVectors
 from mlx_packs.packs.manifest import check_manifest
 from mlx_packs.runtime import mx
@@ -304,7 +305,7 @@ def test_plan_of_minilm_recommends_lora_in_float32():
     assert best.why.startswith("small base: full precision fits")
     assert best.train.batch_size == 32 and best.quantize == "none"
     assert "--task embedding" in best.command("x") and "--batch-size 32" in best.command("x")
-    lines = "\n".join(table(options, headers, 8 * 10**9))
+    lines = "\n".join(answer(options, headers, 8 * 10**9, verbose=True))
     assert "lora-fp32" in lines and "qlora" not in lines
     least = min(option.train.batch_size for option in recommend(headers, 10**8))  # fits nowhere
     assert least == 2, "one pair has no negatives"

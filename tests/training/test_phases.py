@@ -157,7 +157,7 @@ FAULTS = [
     ("phases: [{data: [a, b]}]", "invalid", "phases[0]: data: must be one source, but is ['a', "),
     ("phases: [{optimizer_state: keep}]", "unknown", "phases[0]: optimizer_state: "),
     ("phases: [{lr_schedule: step}]", "unknown", "phases[0] (phase-1): lr_schedule: "),
-    ("phases: [{data: nowhere/at/all}]", "not-found", "nowhere/at/all"),
+    ("model: tiny\nphases: [{data: nowhere/at/all}]", "not-found", "nowhere/at/all"),
     (
         "lr_schedule: {name: cosine_decay, arguments: [1e-3, 10]}\nphases: [{learning_rate: 1e-4}]",
         "conflict",

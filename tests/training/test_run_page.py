@@ -115,7 +115,7 @@ def test_plot_without_matplotlib_names_the_command(finished, monkeypatch):
     result = mp.TrainRun(mp.Pack.open("o"), finished, {"steps": 2}, [])
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.pyplot", None)
-        with raises("dependency", None, "pip install 'mlx-packs[plot]'"):
+        with raises("dependency", None, "[plot]'`"):
             result.plot()
     from matplotlib.figure import Figure
 

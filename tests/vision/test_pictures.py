@@ -220,7 +220,7 @@ def test_without_pillow_the_error_names_the_extra(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(PackError) as caught:
         open_picture(ImageSource("a.png"))
-    assert caught.value.code == "dependency" and "mlx-packs[vision]" in caught.value.message
+    assert caught.value.code == "dependency" and "[vision]'" in caught.value.message
 
 
 @pytest.fixture
