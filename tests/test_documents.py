@@ -28,7 +28,7 @@ from tests.helpers.variants import nightly_except
 # network, a Mac or a person, or measure for minutes.
 ELSEWHERE = re.compile(
     r"mlx-community/|Qwen/Qwen3-|--data pairs/ --query|all-MiniLM|some-bf16-checkpoint|base-affine|base-mxfp4|tickets-mxfp4|someones-lora|llama3_8b"
-    r"|--launch-agent"
+    r"|--launch-agent|--fim-rate"
     r"|packs/(pairs|charts)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|chat|doctor|eval-tasks|init|learn|pull|push|serve|studio)\b"
 )
 SUBSTITUTED = "mlx-community/Qwen3-4B-4bit"  # by the bundled model

@@ -24,7 +24,7 @@ from tests.helpers.studio import Browser, studio
 
 pytestmark = pytest.mark.slow
 
-SMALL = {"data": "data/small.jsonl", "batch_size": "1", "rank": "2"}
+SMALL = {"model": "tiny", "data": "data/small.jsonl", "batch_size": "1", "rank": "2"}
 SECONDS = 300  # of a machine that does other work, too
 
 

@@ -94,7 +94,20 @@ def train(packs):
     """Train a pack on the rows; its report."""
 
     def go(out: str, *arguments: str) -> dict:
-        return json.loads(packs("train", "--data", "d", "--out", out, "--json", *SHORT, *arguments))
+        return json.loads(
+            packs(
+                "train",
+                "--model",
+                "tiny",
+                "--data",
+                "d",
+                "--out",
+                out,
+                "--json",
+                *SHORT,
+                *arguments,
+            )
+        )
 
     return go
 
