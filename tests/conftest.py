@@ -194,11 +194,10 @@ def mac(tmp_path, monkeypatch) -> Mac:
 
 
 def with_model(args: list[str]) -> list[str]:
-    if args[:1] != ["train"] or "--data" not in args:
-        return args
-    return (
-        args if {"--model", "--resume", "-c", "--config"} & {*args} else [*args, "--model", "tiny"]
-    )
+    flags = {arg.partition("=")[0] for arg in args}
+    has_own = args[:1] == ["train"] and "--data" in flags
+    named = {"--model", "--resume", "-c", "--config"} & flags
+    return [*args, "--model", "tiny"] if has_own and not named else args
 
 
 @pytest.fixture
