@@ -156,7 +156,7 @@ def _fidelity_lines(report: dict) -> list[str]:
 
 def _fail(value: float, limit: float, advice: str) -> None:
     """Exit with code 1 because a result is too far from the attached adapters."""
-    drift = f"gate --max-drift failed: {value:.2g} > {limit:.2g}"
+    drift = f"gate --max-drift failed: {value:.4g} > {limit:.4g}"
     exit_if_failed([f"{drift}. Nothing was written. {advice}."])
 
 

@@ -77,7 +77,8 @@ def test_a_run_on_two_machines_resumes_after_one_has_gone(tmp_path):
     file = host_file(tmp_path, [HERE, HERE])
     data = write_rows(tmp_path / "data", train=CHATS, valid=CHATS)
     settings = "--iters 8 --batch-size 2 --save-every 2 --matmul-path dense --val-batches 0"
-    args = ("--hosts", str(file), "--data", str(data), "--out", "several", *settings.split())
+    args = ("--hosts", str(file), "--model", "tiny", "--data", str(data), "--out", "several")
+    args += tuple(settings.split())
     run = start(tmp_path, "train", *args)
 
     deadline = time.monotonic() + 120

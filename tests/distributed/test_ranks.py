@@ -162,7 +162,9 @@ def test_a_fault_is_one_line_of_the_first_rank(tmp_path, rows_of_1, batch_size, 
     for folder, rows in zip(folders, (first, rows_of_1), strict=True):
         if rows:
             write_rows(folder / "data", train=rows, valid=CHATS)
-    arguments = f"mlx_packs train --data data --iters 2 --batch-size {batch_size} --out p"
+    arguments = (
+        f"mlx_packs train --model tiny --data data --iters 2 --batch-size {batch_size} --out p"
+    )
     line = line_of_first(Ranks(tmp_path, 2, arguments.split(), folders).wait())
     assert all(name in line for name in names), line
     assert not (folders[0] / "p").exists() and not (folders[1] / "p").exists()
