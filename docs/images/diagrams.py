@@ -116,10 +116,10 @@ def pack() -> str:
 STEPS = (
     ("check", "settings, data,", "memory plan"),
     ("load", "base model,", "true sizes"),
+    ("read", "examples: tokens,", "targets"),
     ("choose", "matmul path,", "checkpointing"),
-    ("evaluate", "held-out", "examples: before"),
     ("train", "steps, validation,", "metrics"),
-    ("evaluate", "same examples:", "after; gates"),
+    ("evaluate", "held-out: before,", "after; gates"),
     ("write", "pack", "and report"),
 )
 
