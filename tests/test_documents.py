@@ -211,7 +211,7 @@ def runs_here(document: str) -> bool:
 
 
 # Even short commands load a model each, and train, merge or evaluate.
-@pytest.mark.parametrize("document", nightly_except(filter(runs_here, GUIDES), *OFTEN))
+@pytest.mark.parametrize("document", nightly_except(filter(runs_here, GUIDES), *OFTEN, seconds=4))
 def test_commands_and_python_run_on_the_tiny_base(document, material, here, run, monkeypatch):
     monkeypatch.setattr(causal_lm, "MOST_QUESTIONS", 2)
     shutil.copytree(material, here, dirs_exist_ok=True)

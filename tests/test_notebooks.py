@@ -13,10 +13,10 @@ from tests.helpers.notebooks import NOTEBOOKS, ROOT
 # docs/systems.md has a row for the layers; the loop needs the SDK of Tinker.
 MARKS = {
     "own_layers": (pytest.mark.slow, pytest.mark.systems),
-    "your_own_loop": (pytest.mark.interop, pytest.mark.nightly),
+    "your_own_loop": (pytest.mark.interop, pytest.mark.nightly(seconds=40)),
 }
 EXECUTED = [
-    pytest.param(file, id=file.stem, marks=MARKS.get(file.stem, pytest.mark.nightly))
+    pytest.param(file, id=file.stem, marks=MARKS.get(file.stem, pytest.mark.nightly(seconds=40)))
     for file in NOTEBOOKS
 ]
 MAX_BYTES, MAX_IMAGE = 120_000, 40_000

@@ -238,7 +238,7 @@ def test_wheel_and_sdist_are_the_same_bytes_from_two_copies_of_the_tree(built):
 
 
 @pytest.mark.interop
-@pytest.mark.nightly  # pip installs all dependencies, 40 s
+@pytest.mark.nightly(seconds=40)  # pip installs all dependencies
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
 def test_wheel_in_an_empty_environment_runs_the_first_command(tmp_path):
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, ROOT]
@@ -313,7 +313,7 @@ def test_wheel_and_wheel_from_sdist_carry_the_same_files_and_train(built, tmp_pa
     assert (tmp_path / report["run"] / "report.html").is_file()
 
 
-@pytest.mark.nightly  # a minute or two: the run that the README shows
+@pytest.mark.nightly(seconds=120)  # the run that the README shows
 def test_default_run_answers_nine_of_ten_held_out_reminders(tmp_path):
     report = train_in_process("", tmp_path)
     answers = report["answers"]

@@ -91,7 +91,7 @@ def test_perplexity_falls_on_summaries(smollm2, real_data, here, run):
     assert report["ppl_after"] < 0.9 * report["ppl_before"]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=25)
 def test_k_quants_of_qwen_stay_quantized_and_answer(qwen):
     base = load_base(qwen)
     assert "Q4_K and Q5_0 and Q8_0 exact, Q6_K 0.4" in base.summary()
@@ -102,13 +102,13 @@ def test_k_quants_of_qwen_stay_quantized_and_answer(qwen):
     assert answer == "SELECT name FROM customers WHERE age > 30"
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=25)
 def test_perplexity_falls_on_k_quants_of_qwen(qwen, real_data, here, run):
     _, report = train(run, qwen, "tldr", 3, 1)
     assert report["ppl_after"] < report["ppl_before"]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=50)
 def test_minilm_puts_messages_of_one_intent_together(real_data, here):
     model = located(files.minilm)
     references = minilm.Messages.read("train").sample(400)
@@ -137,7 +137,7 @@ def test_minilm_puts_messages_of_one_intent_together(real_data, here):
     assert after > before + 0.02
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=40)
 def test_perplexity_grows_with_the_error_of_a_format(smollm2, real_data):
     with tempfile.TemporaryDirectory() as folder:  # 1 GB
         dense = jobs.write_dense(smollm2, Path(folder) / "dense")

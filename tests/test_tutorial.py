@@ -29,7 +29,11 @@ INSTRUCTION = "Intent of this message to a bank: "
 SERVER = "http://127.0.0.1:8080"
 START_S = 300
 # So that the test takes minutes: a shorter run, and fewer examples to evaluate it on.
-SHORTER = {"--iters 40": "--iters 16 --test-batches 1", "--limit 100": "--limit 24"}
+SHORTER = {
+    "--iters 40": "--iters 16 --test-batches 1",
+    "--limit 100": "--limit 16",
+    "merge packs/intents --data intents": "merge packs/intents --data intents --rows 8",
+}
 # Exit codes of curl: no such name, no connection, no answer in time.
 NO_NETWORK = (6, 7, 28)
 

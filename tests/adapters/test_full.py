@@ -166,7 +166,7 @@ def test_the_plan_is_no_less_than_a_step_takes(
     assert measured / (1 + ERROR) < planned.peak_bytes < 1.75 * measured
 
 
-@pytest.mark.parametrize("policy", nightly_except(["none", "block"]))
+@pytest.mark.parametrize("policy", nightly_except(["none", "block"], seconds=10))
 def test_steps_and_scores_are_the_same_compiled(policy):
     """Weights that learn are inputs of the traces, those of the scores too."""
 

@@ -313,7 +313,7 @@ def test_shards_have_about_so_many_tokens(tmp_path):
     assert len({str(row.value) for file in files for row in read_rows(file)}) > 15  # no two alike
 
 
-@pytest.mark.nightly  # 40 s: two processes that tokenize have two parts of 4 MB each
+@pytest.mark.nightly(seconds=40)  # two processes that tokenize have two parts of 4 MB each
 def test_every_row_is_seen_once_in_the_same_order_after_kills(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_PACKS_CACHE", str(tmp_path / "cache"))
     stream.write_shards(tmp_path / "shards", 6e6, 4, "chats")

@@ -22,7 +22,10 @@ from tests.crash.server import Ended, Kill, Server
 from tests.helpers.local_hub import LocalHub, Repo, local_hub
 
 # Points at which a command is killed by the slow tests, and by the nightly ones
-FEW, MANY = pytest.param(4, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.nightly)
+FEW, MANY = (
+    pytest.param(4, marks=pytest.mark.slow),
+    pytest.param(16, marks=pytest.mark.nightly(seconds=15)),
+)
 BY_TWO_RENAMES = ("train", "quantize")  # a pack and a base, each written by code of its own
 TIMES = 4  # one point of so many is a moment, not an operation
 

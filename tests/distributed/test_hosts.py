@@ -71,7 +71,7 @@ def rank_of(number: int, out: str) -> int:
     raise AssertionError("there is no such rank")
 
 
-@pytest.mark.nightly  # 50 s: three launches of two machines, the second after one was killed
+@pytest.mark.nightly(seconds=30)  # three launches of two machines, the second after one was killed
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds a rank in /proc")
 def test_a_run_on_two_machines_resumes_after_one_has_gone(tmp_path):
     file = host_file(tmp_path, [HERE, HERE])

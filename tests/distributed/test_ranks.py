@@ -73,7 +73,9 @@ def curve(pack: Path) -> list[dict]:
             for name in of_size
         ),
         *(
-            pytest.param(names, size, name, marks=pytest.mark.nightly, id=f"{size}-{name}")
+            pytest.param(
+                names, size, name, marks=pytest.mark.nightly(seconds=10), id=f"{size}-{name}"
+            )
             for size, of_size in zip((2, 4), OTHERS, strict=True)
             for name in of_size
             for names in [((name,), ()) if size == 2 else ((), (name,))]
@@ -90,7 +92,9 @@ def test_ranks_train_what_one_trains(by_ranks, names, size, name):
     assert np.allclose(*losses, rtol=1e-3 if name == "adam8" else 1e-4, atol=1e-5)
 
 
-@pytest.mark.nightly  # 30 s: seven ranks are started, four of them at once, and load a base each
+@pytest.mark.nightly(
+    seconds=30
+)  # seven ranks are started, four of them at once, and load a base each
 def test_a_run_of_four_goes_on_with_two(place):
     for size, changes, out in (
         (4, "iters=2", "fewer"),
@@ -106,7 +110,7 @@ def test_a_run_of_four_goes_on_with_two(place):
 
 @pytest.mark.parametrize(
     ("victim", "then"),
-    nightly_except([(0, None), (1, None), (1, 0.0), (1, 0.3)], (0, None), (1, 0.3)),
+    nightly_except([(0, None), (1, None), (1, 0.0), (1, 0.3)], (0, None), (1, 0.3), seconds=15),
 )
 def test_ranks_end_with_one_that_is_killed(place, victim, then):
     pack = place / f"killed-{victim}-{then}" / "plain"

@@ -130,7 +130,7 @@ def by_stages(place):
     return trained
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 @pytest.mark.parametrize(("size", "name"), [(2, n) for n in NAMES] + [(3, "pieces")])
 def test_a_pipeline_trains_what_one_rank_trains(by_stages, size, name):
     alone, split = by_stages(1, name), by_stages(size, name)
@@ -145,7 +145,7 @@ def test_a_pipeline_trains_what_one_rank_trains(by_stages, size, name):
         assert evals[0][key] == pytest.approx(evals[1][key], rel=1e-5)
 
 
-@pytest.mark.nightly  # 30 s: four runs one after another, by two ranks, three, one and one
+@pytest.mark.nightly(seconds=30)  # four runs one after another, by two ranks, three, one and one
 def test_a_pipeline_goes_on_with_other_ranks(place):
     for size, changes in ((2, "iters=4"), (3, "iters=6,resume=1"), (1, "iters=8,resume=1")):
         ended = train(place, size, f"pieces,{changes}", out="on")

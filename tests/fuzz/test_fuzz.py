@@ -39,7 +39,7 @@ def test_100_mutants(kind, numbers):
     ("first", "count"),
     [
         pytest.param(100, 16, marks=pytest.mark.slow),
-        pytest.param(116, 884, marks=pytest.mark.nightly),  # up to 25 s: calls that read each
+        pytest.param(116, 884, marks=pytest.mark.nightly(seconds=15)),  # calls that read each
     ],
 )
 def test_mutants_in_another_process(kind, first, count):

@@ -4,15 +4,20 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests.helpers.tenth import SECONDS
+
 
 def slow_except(cases: Iterable, *default: object) -> list:
     """Return parameters that are slow but for some; a tuple has a value for each argument."""
     return [_marked(case, () if case in default else pytest.mark.slow) for case in cases]
 
 
-def nightly_except(cases: Iterable, *often: object, often_is: object = pytest.mark.slow) -> list:
+def nightly_except(
+    cases: Iterable, *often: object, often_is: object = pytest.mark.slow, seconds: float = SECONDS
+) -> list:
     """Return parameters that are nightly but for some, which are slow or have another mark."""
-    return [_marked(case, often_is if case in often else pytest.mark.nightly) for case in cases]
+    nightly = pytest.mark.nightly(seconds=seconds)
+    return [_marked(case, often_is if case in often else nightly) for case in cases]
 
 
 def _marked(case: object, marks: object) -> object:

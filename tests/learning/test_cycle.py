@@ -49,7 +49,7 @@ def packs(folder: Path, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.nightly  # 70 answers, a training and two starts of a server: 40 s
+@pytest.mark.nightly(seconds=40)  # 70 answers, a training and two starts of a server
 def test_a_server_learns_from_feedback(tmp_path):
     with Server(tmp_path, "--model", "tiny", "--learn", "d") as server:
         assert "learned, version 0" in server.announced[2]

@@ -36,7 +36,9 @@ print(alone.peak_rss_bytes() - before)
 """
 
 
-@pytest.mark.nightly  # a minute: 100 MB of text, beside which what is in memory at a time is small
+@pytest.mark.nightly(
+    seconds=60
+)  # 100 MB of text, beside which what is in memory at a time is small
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_examples_stay_on_disk(tmp_path):
     """One machine measured 101 to 172 MB in five runs: most is the tokenizer's working memory."""

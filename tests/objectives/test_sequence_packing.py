@@ -144,7 +144,7 @@ def test_no_thread_is_left_when_a_run_breaks_off(ragged_chats, tmp_path, monkeyp
     assert not any(t.name.startswith("ahead") for t in threading.enumerate())
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=30)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles with g++ on CPUs")
 def test_packed_steps_are_the_same_compiled_and_uncompiled():
     code = """

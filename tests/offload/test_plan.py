@@ -16,7 +16,9 @@ ACCUMULATED = (512, 12, 128, 1, 4)
 
 @pytest.mark.parametrize(
     ("hidden", "blocks", "length", "batch", "accumulate"),
-    nightly_except([(512, 24, 128, 1, 1), (768, 12, 256, 2, 1), ACCUMULATED], ACCUMULATED),
+    nightly_except(
+        [(512, 24, 128, 1, 1), (768, 12, 256, 2, 1), ACCUMULATED], ACCUMULATED, seconds=12
+    ),
 )
 def test_the_estimate_is_within_its_error_of_the_measured_peak(
     hidden, blocks, length, batch, accumulate, tmp_path

@@ -107,7 +107,10 @@ OFTEN = ("lm", "packed", "accumulated", "dpo", "grpo")
 
 @pytest.mark.parametrize(
     "name",
-    [*slow_except(OFTEN, "lm"), *nightly_except([name for name in RUNS if name not in OFTEN])],
+    [
+        *slow_except(OFTEN, "lm"),
+        *nightly_except([name for name in RUNS if name not in OFTEN], seconds=6),
+    ],
 )
 def test_packs_are_the_same_to_the_byte(base, data, tmp_path, name):
     rows, changes, options = RUNS[name]

@@ -143,7 +143,7 @@ def rows(count: int) -> list[str]:
     return [json.dumps(text) for text in texts]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=120)
 def test_the_example_is_started_stopped_resumed_and_done(home, opened, expect):
     page = opened()
     page.get_by_role("button", name="Try the example").click()

@@ -211,7 +211,7 @@ def test_examples_from_a_line_in_a_cell_are_the_next_ones(home, client):
     assert 3 < int(places[0]) <= 16  # one may be held out
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_marked_texts_are_what_the_run_is_trained_on(home, client):
     write(home, "some.jsonl", *[{"prompt": f"Say {n}", "completion": f"<{n}>"} for n in range(40)])
     for row in ("", "7"):
@@ -247,7 +247,7 @@ def test_a_name_that_is_taken_is_said(home, client):
     assert status == 400 and "exists already" in page
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_37_bad_rows_of_100_000_are_found(home):
     lines = [json.dumps({"prompt": f"Say {n}", "completion": "yes"}) for n in range(100_000)]
     bad = list(range(17, 100_000, 2703))

@@ -68,7 +68,7 @@ def test_a_killed_studio_costs_a_run_nothing(home):
         assert reports == list(range(10, max(reports) + 1, 10))
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_a_stopped_run_continues_to_the_same_adapters(home):
     settings = {**SMALL, "iters": "60"}
     jobs.queue(home, "broken", settings)
@@ -91,7 +91,7 @@ def test_a_stopped_run_continues_to_the_same_adapters(home):
     assert run_page(home, "whole")["checkpoint"] == 70
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_a_run_of_a_terminal_is_killed_and_resumed_here(home):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     flags += ["--iters=60", "--save-every=10", "--quiet"]
@@ -110,7 +110,7 @@ def test_a_run_of_a_terminal_is_killed_and_resumed_here(home):
     assert sha256(adapters[0]) == sha256(adapters[1])
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_a_stopped_run_is_resumed_in_a_terminal(home):
     jobs.queue(home, "tickets", {**SMALL, "iters": "200", "sample_every": "10"})
     until(lambda: RunFolder(folder(home, "tickets")).samples(), SECONDS)

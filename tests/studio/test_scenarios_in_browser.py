@@ -72,7 +72,7 @@ def test_the_page_is_usable_soon(home, signed_in, expect):
         assert usable < 20 and cpu < 4  # a busy machine; a benchmark has the figure
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_from_the_empty_page_to_an_answer_and_an_export_without_a_network(
     home, signed_in, expect, tmp_path
 ):
@@ -134,7 +134,7 @@ def states(home) -> list[str]:
     return [read_status(folder).state for folder in sorted((home / "packs").glob("*-run"))]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_tabs_and_studios_start_one_run_at_a_time(home, signed_in, expect, tmp_path):
     """Two tabs of one studio and one of another press Start at once."""
     (home / "data").mkdir()
@@ -162,7 +162,7 @@ def test_tabs_and_studios_start_one_run_at_a_time(home, signed_in, expect, tmp_p
         assert batches == sorted(batches) and batches[0] <= 10
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_a_rate_that_is_far_too_high_fails_and_is_tried_again(home, signed_in, expect, tmp_path):
     with studio(home, signs_in=False) as running:
         page = signed_in(running)
@@ -233,7 +233,7 @@ def test_an_upload_that_is_too_large_is_one_line(home, signed_in, expect, tmp_pa
     assert not (home / "data").exists()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=180)
 def test_an_open_run_costs_the_browser_little(home, browser, opened, expect):
     """The end of an hour of 10,000 batches: nearly all lines are there, the others come in time.
 

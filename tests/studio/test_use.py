@@ -217,7 +217,7 @@ def test_columns_answer_as_packs_generate_does(packed, studio, run, monkeypatch)
     assert ask("GET", "/v1/models")[0] == 400
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_ratings_train_a_candidate_and_a_version_is_put_back(packed, studio):
     """Twenty rated answers of the pack; the version that learning makes is not of interest."""
     ask = browser_of(studio)

@@ -54,7 +54,7 @@ def test_base_and_pack_answer_as_packs_generate_does(packed, opened, expect, run
     expect(page.get_by_role("button", name="Start answering")).to_be_visible()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=20)
 def test_the_chat_model_is_stopped_where_a_run_is_planned(packed, opened, expect):
     page = opened()
     start_answering(page, expect)

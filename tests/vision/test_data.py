@@ -187,8 +187,8 @@ def test_a_pack_and_its_base_say_that_they_take_images(folder_of, here, run):
 def test_the_command_to_try_has_an_image():
     report = {"pack": "packs/p", "pack_mb": 1.0, "images": {"count": 7}}
     assert try_lines(report, "Which?")[1:] == [
-        "packs generate --pack packs/p --image FILE --prompt 'Which?'",
-        "packs chat --pack packs/p",
+        "packs generate packs/p --image FILE --prompt 'Which?'",
+        "packs chat packs/p",
     ]
 
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from mlx_packs import LoRAConfig, TrainConfig, evaluate, load_base, train_pack
 from tests.helpers.vision_bases import write_vision_base
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.nightly(seconds=150)
 
 ROWS = {"train": (0, 1500), "valid": (1500, 1797)}
 TRAIN = TrainConfig(
