@@ -172,7 +172,7 @@ def data(work: Path) -> None:
 def plan(work: Path) -> None:
     """`packs plan` for an 8B model on a Mac with 16 GB."""
     write_headers(work / PLANNED, QWEN3_8B)
-    save_terminal(work, "plan", f"plan --model {PLANNED} --memory 16GB --device gpu")
+    save_terminal(work, "plan", f"plan --model {PLANNED} --memory 16GB --device gpu -v")
 
 
 def leaderboard(work: Path) -> None:

@@ -5,6 +5,7 @@ which they are defined here. The pack and its results are of the last phase's ta
 body are defaults.
 """
 
+import math
 import pkgutil
 import shlex
 from abc import ABC, abstractmethod
@@ -46,6 +47,7 @@ from .sample_prompt import SamplePrompt
 RewardFunction = Callable[..., Sequence[float | None]]
 
 _MOST_PASTED = 300  # characters of a prompt in a command
+_LEAST_TO_CHAT = 5e7  # weights; a smaller base, as the bundled one, repeats its examples
 _SHOWN_CHARACTERS = 160  # of each text of a sample
 
 
@@ -470,7 +472,9 @@ def try_lines(report: Mapping, prompt: str | None = None) -> list[str]:
     if prompt and len(prompt) <= _MOST_PASTED and prompt.isprintable():
         image = " --image FILE" if report.get("images") else ""
         lines.append(f"packs generate {pack}{image} --prompt {shlex.quote(prompt)}")
-    return [*lines, f"packs chat {pack}"]
+    if report.get("base_weights", math.inf) >= _LEAST_TO_CHAT:
+        lines.append(f"packs chat {pack}")
+    return lines
 
 
 def make_tasks(
