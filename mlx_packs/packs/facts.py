@@ -314,7 +314,8 @@ def manifest_facts(manifest: Mapping, title: str) -> Page:
 
     base = manifest["base"]
     named = {**manifest, "base": {**base, "id": name_alone(base["id"])}}
-    command = text(card_command(named), 400).replace(" . ", f" {text(title)} ")
+    command = re.sub(r"^(packs \w+) \.", lambda m: f"{m[1]} {title}", card_command(named))
+    command = text(command, 400)
     rows = [(label, text(value, 400)) for label, value in pack_rows(named)]
 
     return Page(
