@@ -58,16 +58,6 @@ LLAMA3_8B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
-SMOLLM2_135M = LLAMA3_8B | {
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
 CONFIGS = {"qwen3_4b": QWEN3_4B, "qwen3_0_6b": QWEN3_0_6B, "llama3_8b": LLAMA3_8B}
 
 
@@ -97,8 +87,6 @@ WORKLOADS = {
         ("transient", "dense"),
         mlx_lm_rows=1,
     ),
-    # the banking77 of `python -m benchmarks real`
-    "smollm2": Workload(SMOLLM2_135M, 8, 58, ("transient", "dense")),
     # for a GPU
     "qwen3_4b": Workload(QWEN3_4B, 4, 2048, tuple(MATMUL_PATHS)),
     "qwen3_0_6b": Workload(QWEN3_0_6B, 4, 2048, tuple(MATMUL_PATHS)),

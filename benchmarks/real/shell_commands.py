@@ -68,8 +68,8 @@ def trained(base: Base, train: Pairs, seed: int, out: Path) -> tuple[Path, float
     order = np.random.default_rng(seed).permutation(len(train))[: TRAIN.iters * TRAIN.batch_size]
     rows = [{"prompt": train[i][0], "completion": train[i][1]} for i in order]
     start = time.perf_counter()
-    train = replace(TRAIN, seed=seed)
-    run = train_pack(base, rows, LoRAConfig(rank=16), train, out, overwrite=True)
+    config = replace(TRAIN, seed=seed)
+    run = train_pack(base, rows, LoRAConfig(rank=16), config, out, overwrite=True)
     return run.pack.path, (time.perf_counter() - start) / 60
 
 
