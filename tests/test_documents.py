@@ -36,7 +36,7 @@ SUBSTITUTED = "mlx-community/Qwen3-4B-4bit"  # by the bundled model
 TUTORIAL = "docs/tutorial.md"
 # Pages that name files of the repository.
 OF_MAINTAINERS = ("decisions", "kernels", "performance", "systems")
-# Whose commands the slow suite runs; those of the others are nightly.
+# The slow suite runs the commands of these pages; the commands of other pages are nightly.
 OFTEN = (
     "README.md",
     *(f"docs/{name}.md" for name in ("data", "evaluate", "index", "merge", "runs")),

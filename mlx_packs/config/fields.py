@@ -131,8 +131,8 @@ class Fault(NamedTuple):
 class _Doc:
     """The docstring of a class of settings: its own, and the meaning and default of each."""
 
-    def __init__(self, own: str | None) -> None:
-        self.own = inspect.cleandoc(own or "")
+    def __init__(self, text: str | None) -> None:
+        self.text = inspect.cleandoc(text or "")
 
     def __get__(self, settings: "Settings | None", cls: type["Settings"]) -> str:
         parts = dict.fromkeys(SECTIONS, "")
@@ -143,7 +143,7 @@ class _Doc:
             text += f" [{default}]" if default else ""
             indents = {"initial_indent": "    ", "subsequent_indent": "        "}
             parts[facts_of(field).section] += textwrap.fill(text, 96, **indents) + "\n"
-        return "\n\n".join([self.own, *(f"{k}:\n{v[:-1]}" for k, v in parts.items() if v)])
+        return "\n\n".join([self.text, *(f"{k}:\n{v[:-1]}" for k, v in parts.items() if v)])
 
 
 class Settings:
