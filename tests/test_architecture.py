@@ -50,7 +50,7 @@ def imports_between_units() -> dict[tuple[str, str], set[str]]:
 
 def test_packages_have_a_place_and_import_only_from_above():
     units = {unit_of(file) for file in PACKAGE.rglob("*.py")} - set(ENTRY_POINTS)
-    assert units == set(LAYERS)
+    assert units <= set(LAYERS)  # a package may be left out, as the studio
     upward = {
         (unit, imported): files
         for (unit, imported), files in imports_between_units().items()
