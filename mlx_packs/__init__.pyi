@@ -16,6 +16,8 @@ from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.lm_eval import evaluate_tasks as evaluate_tasks
 from .evaluation.perplexity import EvalReport as EvalReport
 from .layers.trainer import LayerTrainer as LayerTrainer
+from .memory.run_plan import RunPlan as RunPlan
+from .memory.run_plan import plan as plan
 from .ops.dispatch import backend as backend
 from .packs.base import Base as Base
 from .packs.base import load_base as load_base
@@ -28,8 +30,10 @@ from .packs.pack import Pack as Pack
 from .packs.share import pull as pull
 from .packs.share import push as push
 from .packs.weighted_sum import weighted_sum as weighted_sum
+from .tasks.describe import describe_data as describe_data
 from .training.observer import Observer as Observer
 from .training.result import TrainRun as TrainRun
+from .training.run import train as train
 from .training.run import train_pack as train_pack
 from .training.run_page import write_page as write_page
 from .training.seeds import SeedRuns as SeedRuns

@@ -93,7 +93,7 @@ def test_extras_are_only_loaded_by_name_and_import_only_the_core():
 
 # Facades that users call by keyword; ruff holds all others to 8 parameters.
 FACADES = {"train_pack", "train_seeds", "merge_pack", "combine_packs"}
-FACADES |= {"evaluate", "evaluate_batch", "evaluate_tasks"}
+FACADES |= {"describe_data", "evaluate", "evaluate_batch", "evaluate_tasks"}
 
 
 def test_functions_and_modules_are_short_and_take_few_parameters():

@@ -1,7 +1,5 @@
 """`packs plan`: what fits into memory, and how long it takes."""
 
-import dataclasses
-import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,9 +21,7 @@ from .recipe import Files, read_recipes, recipe_of
 from .topics import TopicCommand
 
 if TYPE_CHECKING:
-    from ..memory.headers import Headers
     from ..memory.recommend import PlanOption
-    from ..memory.row_shapes import RowShapes
 
 _SEARCHED = {
     "batch_size": "{}, less if necessary",
@@ -35,10 +31,6 @@ _SEARCHED = {
     "matmul_path": "all",
     "quantize": "none, nf4 and affine4",
 }
-_HAS_CODE = (
-    "code    the base includes code ({}), which was not run. Read it; training needs "
-    "--trust-remote-code."
-)
 _OF_EXAMPLES = (*COLUMN_SETTINGS, "on_bad_row")  # without which some data cannot be read
 _SETTINGS = [
     name
@@ -244,81 +236,15 @@ def planned(
     verbose: bool = False,
 ) -> tuple[dict, list[str], "PlanOption"]:
     """Return report, lines and best plan of a model; None is the one that the files name."""
-    from ..memory.plan_text import answer
-    from ..memory.read import read_headers
-    from ..memory.recommend import REDUCED, recommend, smallest_change
-    from ..memory.row_shapes import row_shapes
-    from ..runtime import assumed_device
+    from ..memory.run_plan import Style, plan_run
 
     named = {} if model is None else {"model": model}
     recipe = recipe_of({**flags, **named}, files)
-    model = recipe.model
-    unflagged = recipe_of({"model": model}, files)
-    headers = read_headers(model)
-
-    names = recipe.specified
-    rows = needed = None
+    unflagged = recipe_of({"model": recipe.model}, files)
     data = _command_arguments(flags, recipe)
-    with assumed_device(device):
-        if names & DATA_SETTINGS:
-            rows = row_shapes(str(model), recipe.data, recipe.train, recipe.lora)
-        headers = dataclasses.replace(headers, image_tokens=rows and rows.image_tokens)
-        shapes = (rows and rows.shapes_of, rows and rows.epoch_of)
-        plan_with = partial(recommend, headers, limit, recipe.lora, recipe.train)
-        choices = plan_with(names, *shapes)
-        least = smallest_change(choices)
-        if least.fit == "no" and names & set(REDUCED):
-            least = smallest_change(plan_with(names - set(REDUCED), *shapes))
-
-        def facts(choice: "PlanOption") -> dict:
-            command = choice.command(model, configs, unflagged)
-            return {
-                **choice.to_json(),
-                "compute_dtype": choice.dtype(headers.config).to_json(),
-                "code": headers.code,
-                "command": shlex.join([*shlex.split(command), *data]),
-            }
-
-        report = {
-            "model": model,
-            "options": [facts(choice) for choice in choices],
-            "smallest_change": facts(least),
-        }
-        lines = answer(choices, headers, limit, configs, unflagged, _width(), verbose)
-        if least.fit != "no" and choices[0].fit == "no":
-            changes = " ".join(f"{flag_of(k)} {value}" for k, value in least.changes.items())
-            lines.insert(-1, f"fits    with {changes}: {size(least.plan.peak_bytes)}")
-        if machines is not None:
-            needed = _add_machines(report["options"], lines, headers, limit, recipe, machines)
-
-    if headers.code is not None:
-        lines.insert(1, _HAS_CODE.format(headers.code))
-    if data and lines[-1].startswith("try:    packs"):
-        lines[-1] = f"{lines[-1]} {shlex.join(data)}"
-    if names & DATA_SETTINGS:
-        lines[1:1] = _data_lines(recipe.data.data, rows, choices[0])
-
-    fits = any(choice.fit != "no" for choice in choices) or needed not in (None, "none")
-    return {**report, "fits": fits}, lines, choices[0]
-
-
-def _add_machines(
-    report: list[dict],
-    lines: list[str],
-    headers: "Headers",
-    memory: int,
-    recipe: Recipe,
-    machines: int,
-) -> str:
-    """Add what a run needs of some machines; return it, ``none`` if it fits on no number."""
-    from ..memory.pipeline import plan_machines
-
-    needed = plan_machines(headers, memory, recipe.lora, recipe.train, machines)
-
-    for each in report:
-        each["machines"] = needed.to_json()
-    lines[-1:-1] = hanging(needed.line(), _width()).split("\n")
-    return needed.needed
+    style = Style(unflagged, data, configs, _width(), verbose)
+    plan = plan_run(recipe, limit, style, device, machines)
+    return plan.report, plan.lines(), plan.best
 
 
 def _command_arguments(flags: Mapping, recipe: Recipe) -> list[str]:
@@ -335,22 +261,3 @@ def _command_arguments(flags: Mapping, recipe: Recipe) -> list[str]:
     if seeds := recipe.run.get("seeds"):
         arguments += ["--seeds", str(seeds), "--out", "DIR"]
     return arguments
-
-
-def _data_lines(
-    data: str | None,
-    rows: "RowShapes | None",
-    best: "PlanOption",
-) -> list[str]:
-    if rows is None:
-        return [f"data    {data} · is not read: every example is planned at full length"]
-    lines = [
-        f"data    {data} · {rows.count:,} training examples",
-        f"rows    at most {rows.longest:,} tokens · planned for {best.train.batch_size} x "
-        f"{best.longest:,} tokens (longest batch of the data)",
-    ]
-    if rows.image_tokens:
-        lines.append(
-            f"images  {rows.image_tokens:,} tokens in all · their features count as activations"
-        )
-    return lines

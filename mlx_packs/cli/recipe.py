@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..config.external import translate
 from ..config.fields import read_settings
-from ..config.recipe import Recipe, RunOptions, base_defaults, check_method, merged, resolve
-from ..config.schema import TrainConfig
+from ..config.recipe import Recipe, RunOptions, check_method, merged, resolve, resolve_new
 from ..errors import PackError
 from ..files import exclusive_writer
 
@@ -55,10 +54,7 @@ def _resolved(flags: Mapping, settings: Mapping) -> Recipe:
     specified = merged(settings, flags)
     run = RunOptions.from_mapping({k: v for k, v in specified.items() if k in _RUN})
     if not run.resume or run.out is None:
-        task = str(specified.get("task", TrainConfig.task))
-        method = str(specified.get("method", TrainConfig.method))
-        defaults = base_defaults(run.model, task, method)
-        return resolve(flags, under=[settings], defaults=defaults)
+        return resolve_new(flags, under=[settings])
 
     # the run has begun, so that its first adapters are a name and a hash
     out = Path(run.out).expanduser()

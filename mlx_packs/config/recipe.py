@@ -189,6 +189,18 @@ def resolve(
     return Recipe(**configs, run=options, specified=specified, names_data=names_data)
 
 
+def resolve_new(values: Mapping, under: Sequence[Mapping] = ()) -> Recipe:
+    """Return the recipe of a run that begins; what it does not specify suits the base.
+
+    ``values`` are flags, or settings by name from Python; ``under`` and errors are as of `resolve`.
+    """
+    specified = merged(*under, values)
+    run = RunOptions.from_mapping({k: v for k, v in specified.items() if _OWNERS.get(k) == "run"})
+    task = str(specified.get("task", TrainConfig.task))
+    method = str(specified.get("method", TrainConfig.method))
+    return resolve(values, under=under, defaults=base_defaults(run.model, task, method))
+
+
 def from_configs(
     lora: LoRAConfig | None,
     train: TrainConfig | None,

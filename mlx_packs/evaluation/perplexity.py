@@ -24,6 +24,7 @@ from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.facts import answer_line
 from ..report.facts import format_number
+from ..report.text import TextReport
 from ..runtime import is_traced, mx
 from .answers import AnswerReport, Exam, questions_of
 from .images import encode_shown
@@ -128,8 +129,8 @@ def mean_and_error(sums: np.ndarray, targets: np.ndarray) -> tuple[float, float 
     return mean, math.sqrt(spread * count / (count - 1)) / total
 
 
-@dataclass(frozen=True)
-class EvalReport:
+@dataclass(frozen=True, repr=False)
+class EvalReport(TextReport):
     """Scores of a base model, and of the base model with a pack, on the same examples.
 
     Attributes:

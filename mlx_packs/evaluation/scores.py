@@ -22,6 +22,7 @@ from ..memory.matmul_path import choose_matmul_path
 from ..objectives.score import Score
 from ..packs.base import Base
 from ..packs.facts import format_commonest
+from ..report.text import TextReport
 from ..terminal import with_error
 from .rows import EvalSettings
 
@@ -124,8 +125,8 @@ def format_with_errors(metrics: Metrics) -> str:
     return ", ".join(texts)
 
 
-@dataclass(frozen=True)
-class MetricReport:
+@dataclass(frozen=True, repr=False)
+class MetricReport(TextReport):
     """Metrics of a base, and of the base with a pack, on the same examples.
 
     A base has none if they need the head of the pack. ``facts`` are others of the JSON, ``notes``

@@ -17,6 +17,7 @@ from ..config.schema import TrainConfig
 from ..data.batches import training_set
 from ..data.dataset import Dataset
 from ..data.encoding import EncodingOptions
+from ..data.in_memory import InMemoryRows
 from ..data.rows import load_rows
 from ..data.sampler import Sampler
 from ..data.shapes import TreeShape, sequence_inputs
@@ -51,7 +52,8 @@ def row_shapes(
     None where rows are not encoded here: of a dataset of the Hub, for tasks that have no single row
     for an example, phases, and a base whose tokenizer is not on this machine or has code.
     """
-    is_here = columns.data == "tiny" or Path(columns.data).expanduser().exists()
+    is_here = isinstance(columns.data, InMemoryRows) or columns.data == "tiny"
+    is_here = is_here or Path(columns.data).expanduser().exists()
     if columns.hf_dataset is not None or not (is_here or is_pattern(columns.data)):
         return None
     if not TASKS[train.task].plans_rows or train.phases or train.fim_rate:

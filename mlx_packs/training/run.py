@@ -14,12 +14,14 @@ from .. import macos, runtime, signals
 from ..bases.files import TINY
 from ..config.arguments import checked_arguments
 from ..config.data import Columns
+from ..config.fields import Settings
 from ..config.lora import LoRAConfig
+from ..config.recipe import check_method, resolve_new
 from ..config.schema import TrainConfig
-from ..data.in_memory import Data
+from ..data.in_memory import Data, columns_of
 from ..display import Display, display_of
 from ..distributed.group import group
-from ..errors import Float16Overflow
+from ..errors import Float16Overflow, PackError
 from ..objectives.causal_lm import TargetLoss
 from ..ops import _backend, watchdog
 from ..packs.base import Base
@@ -100,6 +102,59 @@ def train_pack(  # noqa: PLR0913 (the public face)
     )
     request = Request(recipe, base, display_of(progress), force, tuple(callbacks), loss, reward)
     return train_request(request)
+
+
+@checked_arguments
+def train(
+    model: Base | str | Path,
+    data: Data,
+    *,
+    callbacks: Sequence[Observer] = (),
+    reward: Callable[..., Sequence[float | None]] | str | None = None,
+    force: bool = False,
+    progress: bool | Display = True,
+    **settings: Any,
+) -> TrainRun:
+    """Train a pack with settings by name, as ``packs train`` does, and save it.
+
+        run = mp.train("mlx-community/Qwen3-4B-4bit", "tickets/", epochs=3, rank=16)
+
+    Args:
+        model: A loaded base model, or a name as in `load_base`.
+        data: As of `train_pack`.
+        callbacks: As of `train_pack`.
+        reward: As of `train_pack`, or what ``--reward`` names.
+        force: As of `train_pack`.
+        progress: As of `train_pack`.
+        settings: Settings of `LoRAConfig`, `TrainConfig` and `DataConfig`, and the other arguments
+            of `train_pack`, named as the flags of ``packs train``, or as in mlx-lm.
+
+    Returns:
+        As of `train_pack`.
+
+    Raises:
+        PackError: As of `train_pack`.
+        RunStopped: As of `train_pack`.
+    """
+    if "seeds" in settings:
+        raise PackError("seeds: use train_seeds, which trains several packs.", flag="seeds")
+    for name in ("lora", "train", "columns"):
+        if isinstance(settings.get(name), (Mapping, Settings)):
+            text = "give its settings by name, as in rank=16, or use train_pack."
+            raise PackError(f"{name}: {text}", flag=name)
+
+    functions = {"loss": settings.pop("loss")} if callable(settings.get("loss")) else {}
+    if callable(reward):
+        functions["reward"] = reward
+    elif reward is not None:
+        settings["reward"] = reward
+
+    name = model.name if isinstance(model, Base) else str(model)
+    recipe = resolve_new({**settings, "model": name})
+    check_method(recipe)
+    recipe = replace(recipe, data=columns_of(data, recipe.data), names_data=True)
+    shown = display_of(progress)
+    return train_request(Request(recipe, model, shown, force, tuple(callbacks), **functions))
 
 
 def train_request(request: Request) -> TrainRun:

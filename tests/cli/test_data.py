@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from mlx_packs import LoRAConfig, TrainConfig
-from mlx_packs.cli.data import _readers
 from mlx_packs.config.schema import DataConfig
 from mlx_packs.data import json_lines, overview
 from mlx_packs.data.overview import look_at
 from mlx_packs.data.rows import load_rows
+from mlx_packs.tasks.describe import _readers
 from tests.helpers.bases import small_base
 from tests.helpers.errors import check
 from tests.helpers.rows import chat, write_rows

@@ -7,7 +7,9 @@ from pathlib import Path
 import mlx.nn as nn
 import pytest
 
+import mlx_packs as mp
 from mlx_packs import DataConfig, Observer, Pack
+from mlx_packs.cli.main import main
 from mlx_packs.data.in_memory import columns_of
 from mlx_packs.objectives.causal_lm import CausalLM
 from mlx_packs.runtime import mx
@@ -171,3 +173,58 @@ def test_a_run_from_python_shows_its_progress_unless_told_otherwise(train, capsy
     train(progress=True)
     shown = capsys.readouterr()
     assert shown.out == "" and "plan " in shown.err and "data " in shown.err
+
+
+def test_train_takes_settings_by_name_as_the_command_line_does(tmp_path):
+    named = mp.train(
+        *("tiny", ROWS),
+        iters=2,
+        lora_parameters={"rank": 4},
+        val_batches=0,
+        out=tmp_path / "named",
+        progress=False,
+    )
+    recipe = named.pack.manifest["recipe"]
+    assert (recipe["iters"], recipe["rank"]) == (2, 4)
+    of_tiny = {"learning_rate": 0.003, "warmup_steps": 10, "lr_schedule": "linear"}
+    assert of_tiny.items() <= recipe.items()  # as `packs train --iters 2 --rank 4`
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "flag", "name"),
+    [
+        ({"epoch": 3}, "unknown", "epoch", "'epochs'"),
+        ({"base": "tiny"}, "unknown", "base", "'model'"),
+        ({"seeds": 3}, "invalid", "seeds", "train_seeds"),
+        ({"train": {"iters": 3}}, "invalid", "train", "rank=16"),
+        ({"columns": DataConfig()}, "invalid", "columns", "rank=16"),
+        ({"loss": "focal"}, "unknown", "loss", "'focal'"),
+        ({"reward": len}, "conflict", "reward", "grpo"),
+    ],
+)
+def test_train_names_what_is_wrong_and_writes_nothing(tmp_path, settings, code, flag, name):
+    with raises(code, flag, name):
+        mp.train("tiny", ROWS, out=tmp_path / "pack", **settings)
+    assert not any(tmp_path.iterdir())
+
+
+def printed(capsys, command: str) -> dict:
+    with pytest.raises(SystemExit, match="0"):
+        main([*command.split(), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plans_and_descriptions_are_those_of_the_commands(capsys):
+    plan = mp.plan("tiny", "tiny", memory=16, device="gpu", rank=4)
+    shown = printed(capsys, "plan --model tiny --data tiny --memory 16 --device gpu --rank 4")
+    assert {name: shown[name] for name in plan.report} == json.loads(json.dumps(plan.report))
+    assert plan.fits and f"try:    {plan.command}" in repr(plan)
+    assert plan.peak_gb == shown["options"][0]["peak_gb"]
+    in_memory = mp.plan("tiny", ROWS)
+    assert f"{len(ROWS) - 1} training examples" in repr(in_memory)
+
+    described = mp.describe_data("tiny", progress=False)
+    shown = printed(capsys, "data tiny")
+    report = json.loads(json.dumps(described.to_json()))
+    assert report == {name: shown[name] for name in report}
+    assert "<td>2,400 examples · " in described._repr_html_()
