@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_packs.config.functions import FUNCTION
 from mlx_packs.late import load
 from mlx_packs.training.observers import OBSERVERS
 from tests.helpers.imports import PACKAGE, dotted, imported_modules, imported_names, nodes_of
@@ -234,6 +235,7 @@ def test_every_name_that_is_loaded_late_exists():
         if isinstance(text, str) and LATE_NAME.fullmatch(text):
             names.add(text.removeprefix("mlx_packs."))
 
+    names.remove(FUNCTION)  # a form of settings, no name
     assert "cpu.blas:bind" in names and len(names) > 40
     for name in names:
         assert load(name) is not None, name

@@ -50,6 +50,7 @@ FEATURES = {
     "learning/rows.py": ("kto", "dpo", "lm"),  # the rows of each
     "packs/base.py": ("classify", "rerank", "reward"),  # the methods of these tasks
     "packs/manifest.py": ("classify", "reward"),  # what imported heads are
+    "studio/jobs.py": ("reward",),  # the setting that may name a function
     "training/run.py": ("reward",),  # the argument of `mlx_packs.train`
     "training/settings.py": ("reward",),  # the argument of `mlx_packs.train`
 }

@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 from ..config.choices import AUTO_ON_OFF, MATMUL_PATHS, TASKS
 from ..config.data import DataConfig
 from ..config.fields import SECTIONS, default_in_words, facts_of, flags_of
+from ..config.functions import FUNCTION
 from ..config.lora import LoRAConfig
 from ..config.recipe import RunOptions
 from ..config.sampling import Sampling
@@ -162,7 +163,8 @@ def _of_field(field: dataclasses.Field, default_text: DefaultText, **overrides) 
         described |= {"is_flag": True, "default": None}
         flags = facts.flags or (f"{flags[0]}/--no-{flags[0][2:]}",)
     elif facts.choices:
-        described["metavar"] = one_of(facts.choices)
+        own = [FUNCTION] if facts.function else []
+        described["metavar"] = one_of([*facts.choices, *own])
     else:
         kinds = {int: "N", int | None: "N", float: "X", tuple[str, ...]: "NAMES"}
         described["metavar"] = facts.metavar or kinds.get(field.type, "TEXT")
@@ -245,9 +247,9 @@ loss_on = setting(
 )
 metric = setting(
     "metric",
-    type=click.Choice(facts_of(SETTINGS["metric"]).choices),
     help="Criterion for a right answer, of which the share is reported: it is the expected text "
-    "(exact), contains it (contains), or is the same JSON value (json).",
+    "(exact), contains it (contains), or is the same JSON value (json); FILE.py:NAME is a function "
+    "of your own, which scores an answer from 0 to 1 by the expected one.",
     default_text="exact for the bundled data, none otherwise",
 )
 limit = option("--limit", default=-1, help="Number of examples to evaluate; -1 uses all.")

@@ -318,7 +318,7 @@ TASKS = Table(
             caches=True,
             plans_rows=True,
             pipelined="mlx_packs.extras.pipeline.task:PipelinedTask",
-            functions=("loss",),
+            functions=("loss", "metric"),
         ),
         "embedding": TaskFacts(
             "mlx_packs.tasks.embedding:EmbeddingTask",
@@ -436,6 +436,7 @@ TASKS = Table(
             losses=("forward-kl", "reverse-kl", "jsd"),
             metrics=("teacher_loss", "ppl", "accuracy", "answers"),
             caches=True,
+            functions=("metric",),
         ),
     },
 )

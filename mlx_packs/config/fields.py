@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from ..errors import Code, PackError, any_of, did_you_mean, flag_of, in_python
 from ..reading import read_json, read_yaml
 from .choices import TASKS, Table, task_defaults
+from .functions import FUNCTION, names_function
 from .other_names import OTHER_NAMES, OTHER_VALUES, ours_for, removal, value_hint
 from .values import typed_value
 
@@ -47,6 +48,7 @@ class Facts:
     help: str  # full sentences, without the default
     section: str  # one of `SECTIONS`
     choices: Collection[str] = ()  # valid values of a text; empty where any text is valid
+    function: bool = False  # whether ``FILE.py:NAME``, a function of the user's, is valid, too
     metavar: str | None = None  # what help calls the value; by its type where None
     shown_default: str | None = None  # the default in words, where the value explains nothing
     flags: tuple[str, ...] | None = None  # by the name where None; empty where only files set it
@@ -244,10 +246,13 @@ def _field_faults(settings: Settings, names: Collection[str]) -> Iterator[Fault]
 
         value = getattr(settings, field.name)
         facts = facts_of(field)
-        if facts.choices and isinstance(value, str) and value not in facts.choices:
+        is_known = value in facts.choices or (facts.function and names_function(value))
+        if facts.choices and isinstance(value, str) and not is_known:
             valid = facts.choices
             if isinstance(valid, Table):
                 valid = (*valid, *valid.added())
+            if facts.function:
+                valid = (*valid, FUNCTION)
             text = f"must be one of {', '.join(valid)}, but is '{value}'."
             text += value_hint(field.name, value)
             yield Fault(field.name, text, "unknown")

@@ -192,10 +192,12 @@ class TaskSettings(Settings):
     metric: str | None = _evaluation(
         None,
         "Also report the share of right answers: those that are the expected text (exact), contain "
-        "it (contains), or are the same JSON value (json). It is reported before and after "
-        "training, for 100 evaluated examples at most and greedy decoding.",
+        "it (contains), or are the same JSON value (json); FILE.py:NAME is a function of your own, "
+        "which scores an answer from 0 to 1 by the expected one. The share is reported before and "
+        "after training, for 100 evaluated examples at most and greedy decoding.",
         shown_default="exact for the bundled data, none otherwise",
         choices=(*ANSWER_METRICS, "none"),
+        function=True,
         time=True,
         tasks=_TARGETS,
     )

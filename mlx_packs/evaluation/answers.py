@@ -3,12 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from ..bases.tokenizer import opens_thoughts, split_thoughts, thought_marks, tokenizer_errors
-from ..config.choices import ANSWER_METRICS, registered
 from ..config.data import DataConfig
 from ..data.conversations import Content
 from ..data.formats import Row, TokenFormat
@@ -17,65 +17,11 @@ from ..inference.generate import stream_batch
 from ..inference.generate import text_of as text_of_tokens
 from ..objectives.score import Score
 from ..packs.base import Base
-from ..reading import parse_json
+from .metrics import Metric
 
 _SAMPLES = 3
 _MOST_AT_ONCE = 64
 _TIMES_AT_ONCE = 4
-_INVALID = object()  # what a text that is not JSON parses to
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A rule by which an answer is right, given the expected one."""
-
-    is_right: Callable[[str, str], bool]
-    is_valid: Callable[[str], bool] | None = None  # the form that both must have
-    spare_tokens: int = 8  # how much longer than the longest wanted answer one may become
-
-
-def is_exact(answer: str, wanted: str) -> bool:
-    """Return whether two texts are equal but for white space around them."""
-    return answer.strip() == wanted.strip()
-
-
-def contains(answer: str, wanted: str) -> bool:
-    return wanted.strip() in answer
-
-
-def is_json(text: str) -> bool:
-    return _value(text) is not _INVALID
-
-
-def same_json(answer: str, wanted: str) -> bool:
-    """Return whether two texts are the same value of JSON, however it is written."""
-    value = _value(answer)
-    return value is not _INVALID and _is_same(value, _value(wanted))
-
-
-def _value(text: str) -> Any:
-    with suppress(ValueError):
-        return parse_json(text)
-    return _INVALID
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Compare values as JSON has them: true is not 1, but 1.0 is."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return isinstance(one, bool) == isinstance(other, bool) and one == other
-
-
-METRICS: dict[str, Metric] = registered(
-    ANSWER_METRICS,
-    {
-        "exact": Metric(is_exact),
-        "contains": Metric(contains, spare_tokens=64),
-        "json": Metric(same_json, is_json),
-    },
-)
 
 
 @dataclass(frozen=True)
@@ -90,7 +36,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of right answers with its binomial standard error, and share of answers in valid form.
+    """Mean score of answers with its standard error, and share of answers in valid form.
 
     ``valid`` is None where the metric requires no form.
     """
@@ -139,13 +85,13 @@ class AnsweredScore(Score):
 class Exam:
     """Questions for a base, evaluated again whenever it changes.
 
-    ``metric`` is a name of `metrics.METRICS`. ``tokens_at_once`` are the tokens of a batch that the
+    ``tokens_at_once`` are the tokens of a batch that the
     base is evaluated on or trained with; a few times as many are generated together, since only
     their keys and values are kept.
     """
 
     def __init__(
-        self, base: Base, metric: str, questions: Sequence[Question], tokens_at_once: int
+        self, base: Base, metric: Metric, questions: Sequence[Question], tokens_at_once: int
     ) -> None:
         self.metric = metric
         self.questions = questions
@@ -155,7 +101,7 @@ class Exam:
         with tokenizer_errors(base.tokenizer):
             longest = max(q.thoughts + len(base.tokenizer.encode(q.wanted)) for q in questions)
 
-        self._limit = longest + METRICS[metric].spare_tokens
+        self._limit = longest + metric.spare_tokens
         one = self._limit + max(len(q.tokens) for q in questions)
         self._batch_size = max(1, min(_MOST_AT_ONCE, _TIMES_AT_ONCE * tokens_at_once // one))
 
@@ -183,26 +129,28 @@ class Exam:
     def validated(self, score: Score) -> AnsweredScore:
         """Return a score with the share of the questions that the base answers right now."""
         share = self._accuracy(self.answers()).share
-        return AnsweredScore(score, self.metric, share)
+        return AnsweredScore(score, self.metric.name, share)
 
     def report(self, before: Sequence[str], after: Sequence[str] | None = None) -> AnswerReport:
         with_pack = None if after is None else self._accuracy(after)
         wanted = Counter(question.wanted.strip() for question in self.questions)
         commonest = max(wanted.values()) / len(self.questions)
-        return AnswerReport(self.metric, len(before), self._accuracy(before), with_pack, commonest)
+        return AnswerReport(
+            self.metric.name, len(before), self._accuracy(before), with_pack, commonest
+        )
 
     def samples(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
-        """Return up to three answers that are wrong without the pack and right with it.
+        """Return up to three answers that are better with the pack.
 
         Each has ``prompt``, ``wanted``, ``before`` and ``after``. If there are none, the first
         question is returned instead.
         """
-        is_right = METRICS[self.metric].is_right
+        score = self.metric.score
         results = list(zip(self.questions, before, after, strict=True))
         gained = [
             (question, wrong, right)
             for question, wrong, right in results
-            if is_right(right, question.wanted) and not is_right(wrong, question.wanted)
+            if score(right, question.wanted) > score(wrong, question.wanted)
         ]
 
         candidates = gained or results[:1]
@@ -214,13 +162,13 @@ class Exam:
         ]
 
     def _accuracy(self, answers: Sequence[str]) -> Accuracy:
-        metric = METRICS[self.metric]
         count = len(answers)
         pairs = zip(answers, self.questions, strict=True)
-        share = sum(metric.is_right(answer, q.wanted) for answer, q in pairs) / count
-
-        valid = sum(map(metric.is_valid, answers)) / count if metric.is_valid is not None else None
-        return Accuracy(share, math.sqrt(share * (1 - share) / count), valid)
+        scores = np.array([self.metric.score(answer, q.wanted) for answer, q in pairs], float)
+        valid = None
+        if (is_valid := self.metric.is_valid) is not None:
+            valid = sum(map(is_valid, answers)) / count
+        return Accuracy(float(scores.mean()), float(scores.std()) / math.sqrt(count), valid)
 
 
 def answer_of(base: Base, prompt: Sequence[int], text: str) -> str:
@@ -251,7 +199,7 @@ def questions_of(
     row_format: TokenFormat,
     columns: DataConfig,
     base: Base,
-    metric: str,
+    metric: Metric,
     longest: int,
     most: int = -1,
 ) -> list[Question]:
@@ -275,10 +223,9 @@ def questions_of(
             continue
 
         has_answers = True
-        is_valid = METRICS[metric].is_valid
-        if is_valid is not None and not is_valid(expected):
+        if metric.is_valid is not None and not metric.is_valid(expected):
             raise PackError(
-                f"{row.where}: its answer is not {metric}. Use --metric exact or contains.",
+                f"{row.where}: its answer is not {metric.name}. Use --metric exact or contains.",
                 "data",
                 "metric",
             )
@@ -295,6 +242,6 @@ def questions_of(
         )
         if has_answers:
             reason = f"every example is longer than {longest} tokens. Raise --max-seq-length."
-        raise PackError(f"--metric {metric}: {reason}", "conflict", "metric")
+        raise PackError(f"--metric {metric.name}: {reason}", "conflict", "metric")
 
     return questions

@@ -13,6 +13,7 @@ from ..packs.base import Base, activated, check_no_pack, loaded_base, scoring
 from ..packs.manifest import has_score_head, task_code
 from ..packs.pack import Pack
 from .embeddings import EmbeddingEvaluator
+from .metrics import MetricFunction, own_metric_of
 from .perplexity import EvalReport, PerplexityEvaluator
 from .rows import EvalSettings, check_limit, columns_of, evaluation_rows
 from .scores import MetricReport
@@ -57,7 +58,7 @@ def evaluate(  # noqa: PLR0913 - a public facade
     limit: int = -1,
     matmul_path: str = "auto",
     columns: Columns | None = None,
-    metric: str | None = None,
+    metric: MetricFunction | str | None = None,
     share_prefix: str = "auto",
     progress: bool | Display = True,
 ) -> Report:
@@ -80,8 +81,10 @@ def evaluate(  # noqa: PLR0913 - a public facade
         matmul_path: How frozen weights are used; ``"auto"`` measures and uses the fastest.
         columns: Names of the columns, as in `train_pack`, and, in place of ``data``, the source of
             the examples; None is as the pack was trained.
-        metric: When a generated answer is right: ``"exact"``, ``"contains"``, ``"json"``, or
-            ``"none"`` to generate nothing. None is ``"exact"`` for ``"tiny"``, else ``"none"``.
+        metric: When a generated answer is right: ``"exact"``, ``"contains"``, ``"json"``,
+            ``"none"`` to generate nothing, or a function, which may be ``"FILE.py:NAME"``: the
+            answer and the expected one in, a number from 0 to 1 out. None is ``"exact"`` for
+            ``"tiny"``, else ``"none"``.
         share_prefix: Whether the common prefix of examples is computed once for each batch:
             ``"on"``, ``"off"``, or ``"auto"`` if it is exact and saves 15 % of the inputs.
         progress: Whether to show the progress, as in `train_pack`.
@@ -90,7 +93,9 @@ def evaluate(  # noqa: PLR0913 - a public facade
         PackError: If examples cannot be used, the pack has another base model, or a pack is active.
     """
     check_limit(limit)
-    TrainConfig(metric=metric, share_prefix=share_prefix)
+    named = metric if isinstance(metric, str) else None
+    TrainConfig(metric=named, share_prefix=share_prefix)
+    own_metric = own_metric_of(metric)
     base, pack = loaded_base(base, pack)
     check_no_pack(base)
 
@@ -109,7 +114,8 @@ def evaluate(  # noqa: PLR0913 - a public facade
         max_seq_length or recipe.get("max_seq_length") or TrainConfig.max_seq_length,
         loss_on or None,
         matmul_path,
-        metric,
+        None if own_metric else named,
+        own_metric,
         share_prefix,
         display_of(progress),
         pack,

@@ -28,6 +28,7 @@ from ..report.text import TextReport
 from ..runtime import is_traced, mx
 from .answers import AnswerReport, Exam, questions_of
 from .images import encode_shown
+from .metrics import METRICS
 from .rows import EvalSettings
 from .scores import over_batches, scoring_path
 
@@ -301,7 +302,10 @@ class PerplexityEvaluator:
         self._batches = batches_of(base, examples, settings)
 
         self._exam = None
-        if metric := metric_of(settings.metric, columns):
+        metric = settings.own_metric
+        if metric is None and (name := metric_of(settings.metric, columns)):
+            metric = METRICS[name]
+        if metric is not None:
             bad = {i for i, _ in examples.bad.errors}
             usable = [row for i, row in enumerate(rows) if i not in bad]
             row_format = format_of(usable[0], columns, TOKEN_FORMATS)

@@ -16,6 +16,7 @@ from ..errors import PackError
 from ..files import is_hub_id
 from ..packs.compatibility import recipe_of_run
 from ..packs.pack import Pack
+from .metrics import Metric
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class EvalSettings:
     loss_on: str | None = None
     matmul_path: str = "auto"
     metric: str | None = None
+    own_metric: Metric | None = None  # of a function of the user's
     share_prefix: str = "auto"
     display: Display = field(default_factory=lambda: Display(QUIET))
     pack: Pack | None = None

@@ -177,7 +177,7 @@ def check_no_text_settings(settings: EvalSettings, what: str) -> None:
     """Raise a PackError if a setting is about text, which a pack of another kind has not."""
     misplaced = {
         "loss_on": settings.loss_on is not None,
-        "metric": settings.metric not in (None, NO_METRIC),
+        "metric": settings.metric not in (None, NO_METRIC) or settings.own_metric is not None,
         "share_prefix": settings.share_prefix == "on",
     }
     for name, is_misplaced in misplaced.items():

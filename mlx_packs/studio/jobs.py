@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..config.functions import names_function
 from ..config.recipe import RunOptions, base_defaults, check_named, resolve
 from ..config.schema import TrainConfig
 from ..errors import PackError, flag_of
@@ -34,7 +35,8 @@ model data task on_bad_row prompt_feature completion_feature chat_feature text_f
 patience learning_rate batch_size grad_accumulation_steps rank max_seq_length recompute quantize
 metric sample_every seed
 """.split()
-# Settings of a recipe that reach beyond this machine, or run code that came with a model.
+# Settings of a recipe that reach beyond this machine, or run code that came with a model; those
+# that name a function in a file are of terminals, too.
 _OF_TERMINALS = ("trust_remote_code", "allow_urls", "report_to")
 _QUEUE = ".studio.lock"
 _BYTES = 64 << 10
@@ -63,7 +65,8 @@ def arguments_of(home: Path, name: str, settings: Mapping[str, str]) -> list[str
     """
     for key, value in settings.items():
         is_known = key in SETTINGS or key == "resume"
-        if not is_known or not isinstance(value, str) or not value.isprintable():
+        is_text = isinstance(value, str) and value.isprintable()
+        if not is_known or not is_text or names_function(value):
             raise PackError(f"{key!r:.80}: is no setting of the studio.", "unknown")
 
     if "data" in settings:
@@ -74,7 +77,8 @@ def arguments_of(home: Path, name: str, settings: Mapping[str, str]) -> list[str
         return arguments
 
     recipe = RunFolder(folder_of_run(home, name)).check_resumable()["recipe"]
-    for setting in _OF_TERMINALS:
+    functions = [name for name in ("metric", "reward") if names_function(recipe.get(name))]
+    for setting in (*_OF_TERMINALS, *functions):
         if recipe.get(setting):
             command = f"`packs train --out {RUNS}/{name} --resume`"
             text = f"the run has {flag_of(setting)}. Resume it in a terminal: {command}."

@@ -21,6 +21,7 @@ from ..data.shapes import sequence_inputs
 from ..data.sharing import plan_trees, training_batches
 from ..errors import PackError
 from ..evaluation.answers import Exam, questions_of
+from ..evaluation.metrics import METRICS, Metric
 from ..evaluation.perplexity import VALIDATED, PerplexityScore, Scorer
 from ..evaluation.throughput import cut_prompts, measure_throughput
 from ..memory.matmul_path import generation_path
@@ -81,11 +82,13 @@ class CausalLMTask(TokenTask):
         rows = followed_rows(self.train, splits[-1])
         self.followed = [self._prompt_of(row, columns) for row in rows]
 
-        metric = metric_of(self.train.metric, columns)
-        if metric and self.completes_text:
+        metric = self.calls.metric
+        if metric is None and (name := metric_of(self.train.metric, columns)):
+            metric = METRICS[name]
+        if metric is not None and self.completes_text:
             self.exam = self._exam(metric, columns, splits[-1], split, self.train.test_batches)
-        if metric := answer_metric_of(self.train.best):
-            self.validation_exam = self._validation_exam(metric, columns, splits[-1])
+        if name := answer_metric_of(self.train.best):
+            self.validation_exam = self._validation_exam(METRICS[name], columns, splits[-1])
         return data
 
     def _prompt_of(self, row: Row, columns: DataConfig) -> SamplePrompt:
@@ -113,7 +116,7 @@ class CausalLMTask(TokenTask):
         return evaluation_set(examples, t.batch_size, t.max_seq_length, chosen, runtime.COMPILES)
 
     def _exam(
-        self, metric: str, columns: DataConfig, splits: Splits, split: str, batches: int | None
+        self, metric: Metric, columns: DataConfig, splits: Splits, split: str, batches: int | None
     ) -> Exam:
         """Ask about the first examples of a split of the last phase, as many as ``batches`` have.
 
@@ -132,7 +135,7 @@ class CausalLMTask(TokenTask):
         questions = questions_of(rows, row_format, columns, self.base, metric, length, most)
         return Exam(self.base, metric, questions, train.batch_size * length)
 
-    def _validation_exam(self, metric: str, columns: DataConfig, splits: Splits) -> Exam:
+    def _validation_exam(self, metric: Metric, columns: DataConfig, splits: Splits) -> Exam:
         try:
             return self._exam(metric, columns, splits, "valid", self.train.val_batches)
         except PackError as error:

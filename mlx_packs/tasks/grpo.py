@@ -7,17 +7,16 @@ https://arxiv.org/abs/2402.03300
 
 import inspect
 import numbers
-import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..bases.tokenizer import split_thoughts
 from ..config.data import FOLLOWED, DataConfig
+from ..config.functions import FUNCTION, function_error, load_function, names_function, raised
 from ..data.dataset import Batch, Dataset, FixedOrder
 from ..data.images import plain_text
 from ..data.prompts import (
@@ -31,8 +30,9 @@ from ..data.rows import Splits
 from ..data.sampler import Sampler
 from ..data.shapes import Shape, sequence_inputs
 from ..data.sharing import least_saved, may_share
-from ..errors import Code, PackError, reason_of
-from ..evaluation.answers import METRICS, answer_of
+from ..errors import PackError
+from ..evaluation.answers import answer_of
+from ..evaluation.metrics import METRICS
 from ..inference.generate import text_of
 from ..nn.blocks import takes_one_pass
 from ..objectives.causal_lm import split_head
@@ -53,27 +53,6 @@ from .phases import PhaseData, RunPhase, encode_each, sample
 from .sample_prompt import SamplePrompt, stored_sample
 from .task import Binding, RewardFunction, Summary, Task, Trained, summarized
 from .tokens import check_trees, computes_trees, say_nothing_shared, show_shared
-
-
-def load_reward(name: str) -> RewardFunction:
-    """Return the function ``FILE.py:NAME``; the file is executed."""
-    file, colon, function = name.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        raise _error(name, f"must be FILE.py:NAME, or one of {', '.join(METRICS)}.", "unknown")
-
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise _error(name, f"{file} is no file.", "not-found")
-
-    try:
-        functions = runpy.run_path(str(path), run_name="reward_function")
-    except Exception as error:
-        text = f"{file} cannot be executed ({_named(error)})."
-        raise _error(name, text, "unreadable") from error
-
-    if not callable(found := functions.get(function)):
-        raise _error(name, f"{file} has no function {function}.", "not-found")
-    return found
 
 
 class Reward:
@@ -125,11 +104,12 @@ class Reward:
             values = self._function(prompts=prompt, completions=passed, expected=wanted, **columns)
         except Exception as error:
             first = prompts.where(indices[0])
-            text = f"raised {_named(error)} for the completions of {first}."
-            raise _error(self.name, text) from error
+            text = f"raised {raised(error)} for the completions of {first}."
+            raise function_error("reward", self.name, text) from error
 
         if fault := _fault_of(values, [prompts.where(i) for i in indices]):
-            raise _error(
+            raise function_error(
+                "reward",
                 self.name,
                 f"returned {fault}, but must return a list of {len(rows)} finite numbers, one for "
                 "each completion, or None for those that it does not score.",
@@ -159,21 +139,13 @@ def _like(prompt: Any, completion: str) -> str | list[dict[str, str]]:
 
 def _metric_reward(name: str) -> RewardFunction:
     """Return the reward of a metric: 1 for a right answer, and else 0."""
-    is_right = METRICS[name].is_right
+    score = METRICS[name].score
 
     def reward(completions: Sequence[str], expected: Sequence[str], **_: Any) -> list[float]:
         answers = [split_thoughts(None, text)[1] for text in expected]
-        return [float(is_right(c, a)) for c, a in zip(completions, answers, strict=True)]
+        return [float(score(c, a)) for c, a in zip(completions, answers, strict=True)]
 
     return reward
-
-
-def _error(name: str, text: str, code: Code = "data") -> PackError:
-    return PackError(f"--reward {name}: {text}", code, "reward")
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {reason_of(error)}"
 
 
 def reward_of(given: RewardFunction | None, setting: str | None) -> RewardFunction | str:
@@ -189,7 +161,10 @@ def reward_of(given: RewardFunction | None, setting: str | None) -> RewardFuncti
         )
     if setting is None or setting in METRICS:
         return given or setting
-    return load_reward(setting)
+    if not names_function(setting):
+        text = f"must be {FUNCTION}, or one of {', '.join(METRICS)}."
+        raise function_error("reward", setting, text, "unknown")
+    return load_function("reward", setting)
 
 
 @dataclass(frozen=True)

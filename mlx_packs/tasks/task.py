@@ -29,6 +29,7 @@ from ..data.row_format import shown_counts
 from ..data.rows import Splits
 from ..data.sampler import Draw
 from ..display import Display, clock
+from ..evaluation.metrics import Metric
 from ..gates import gates_text
 from ..memory.plan import MemoryChoice
 from ..objectives.causal_lm import TargetLoss
@@ -58,6 +59,7 @@ class Calls:
     display: Display
     loss: TargetLoss | None = None  # in place of the cross-entropy
     reward: RewardFunction | None = None  # of generated completions
+    metric: Metric | None = None  # of answers, in place of --metric
 
     @property
     def loss_name(self) -> str | None:

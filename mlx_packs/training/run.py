@@ -22,6 +22,7 @@ from ..data.in_memory import Data, columns_of
 from ..display import Display, display_of
 from ..distributed.group import group
 from ..errors import Float16Overflow, PackError
+from ..evaluation.metrics import MetricFunction, own_metric, own_metric_of
 from ..objectives.causal_lm import TargetLoss
 from ..ops import _backend, watchdog
 from ..packs.base import Base
@@ -48,6 +49,7 @@ def train_pack(  # noqa: PLR0913 (the public face)
     callbacks: Sequence[Observer] = (),
     loss: TargetLoss | None = None,
     reward: Callable[..., Sequence[float | None]] | None = None,
+    metric: MetricFunction | None = None,
     overwrite: bool = False,
     resume: bool = False,
     resume_adapter_file: str | None = None,
@@ -73,6 +75,8 @@ def train_pack(  # noqa: PLR0913 (the public face)
             targets [M] to losses [M]. A resumed run requires a function of the same name.
         reward: A function that rewards the completions of ``task="grpo"``: lists of prompts,
             completions and columns by name in, a number for each completion out.
+        metric: A function that scores a generated answer, in place of ``metric`` of `TrainConfig`:
+            the answer and the expected one in, a number from 0 to 1 out.
         overwrite: Whether to replace the pack and the run of ``out`` if they exist.
         resume: Whether to continue the run of ``out`` from its last checkpoint; the result is the
             same as of an uninterrupted run. All other arguments must be the original ones.
@@ -100,8 +104,9 @@ def train_pack(  # noqa: PLR0913 (the public face)
         project_name=project_name,
         trust_remote_code=trust_remote_code,
     )
-    request = Request(recipe, base, display_of(progress), force, tuple(callbacks), loss, reward)
-    return train_request(request)
+    functions = {"loss": loss, "reward": reward, "metric": own_metric_of(metric)}
+    shown = display_of(progress)
+    return train_request(Request(recipe, base, shown, force, tuple(callbacks), **functions))
 
 
 @checked_arguments
@@ -110,7 +115,6 @@ def train(
     data: Data,
     *,
     callbacks: Sequence[Observer] = (),
-    reward: Callable[..., Sequence[float | None]] | str | None = None,
     force: bool = False,
     progress: bool | Display = True,
     **settings: Any,
@@ -123,11 +127,11 @@ def train(
         model: A loaded base model, or a name as in `load_base`.
         data: As of `train_pack`.
         callbacks: As of `train_pack`.
-        reward: As of `train_pack`, or what ``--reward`` names.
         force: As of `train_pack`.
         progress: As of `train_pack`.
         settings: Settings of `LoRAConfig`, `TrainConfig` and `DataConfig`, and the other arguments
-            of `train_pack`, named as the flags of ``packs train``, or as in mlx-lm.
+            of `train_pack`, named as the flags of ``packs train``, or as in mlx-lm. ``loss``,
+            ``reward`` and ``metric`` are a name, or a function as of `train_pack`.
 
     Returns:
         As of `train_pack`.
@@ -143,12 +147,10 @@ def train(
             text = "give its settings by name, as in rank=16, or use train_pack."
             raise PackError(f"{name}: {text}", flag=name)
 
-    functions = {"loss": settings.pop("loss")} if callable(settings.get("loss")) else {}
-    if callable(reward):
-        functions["reward"] = reward
-    elif reward is not None:
-        settings["reward"] = reward
-
+    names = [name for name in ("loss", "reward", "metric") if callable(settings.get(name))]
+    functions = {name: settings.pop(name) for name in names}
+    if "metric" in functions:
+        functions["metric"] = own_metric(functions["metric"])
     name = model.name if isinstance(model, Base) else str(model)
     recipe = resolve_new({**settings, "model": name})
     check_method(recipe)
@@ -164,6 +166,7 @@ def train_request(request: Request) -> TrainRun:
     """
     _backend.start_record()
     settings = RunSettings.of(request)
+    request = request.with_own_metric()
     resume = request.option("resume")
     columns = settings.last_phase.columns
     folders = folders_of_rank(request.option("out"), columns, request.option("overwrite"), resume)

@@ -14,6 +14,7 @@ from ..data.in_memory import Data, columns_of
 from ..display import QUIET, Display
 from ..distributed.group import group
 from ..errors import PackError, any_of, flag_of
+from ..evaluation.metrics import Metric, own_metric_of
 from ..objectives.causal_lm import TargetLoss
 from ..optim import updates_of, warmup_updates
 from ..packs.base import Base
@@ -38,6 +39,7 @@ class Request:
     callbacks: tuple[Observer, ...] = ()  # that the caller gives
     loss: TargetLoss | None = None  # in place of the cross-entropy
     reward: "RewardFunction | None" = None  # of generated completions
+    metric: Metric | None = None  # of answers, by a function of the caller's
     open_base: Callable[..., Base] | None = None  # in place of `load_base`
 
     def __post_init__(self) -> None:
@@ -50,7 +52,7 @@ class Request:
                     flag="callbacks",
                 )
 
-        for argument in ("loss", "reward"):
+        for argument in ("loss", "reward", "metric"):
             if getattr(self, argument) is not None:
                 _check_task(argument, self.recipe.train.tasks)
 
@@ -68,7 +70,11 @@ class Request:
 
     @property
     def calls(self) -> Calls:
-        return Calls(self.display, self.loss, self.reward)
+        return Calls(self.display, self.loss, self.reward, self.metric)
+
+    def with_own_metric(self) -> "Request":
+        """Return the request with the function that ``--metric`` names; its file is executed."""
+        return replace(self, metric=self.metric or own_metric_of(self.recipe.train.metric))
 
     def of_rank(self) -> "Request":
         """Return what this rank is asked for: only the first one prints and reports."""

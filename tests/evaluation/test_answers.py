@@ -5,19 +5,15 @@ import math
 
 import pytest
 
-from mlx_packs import TrainConfig, evaluate, load_base, train_pack
+import mlx_packs as mp
+from mlx_packs import Pack, TrainConfig, evaluate, load_base, train_pack
 from mlx_packs.config.choices import ANSWER_METRICS
 from mlx_packs.config.data import DataConfig, metric_of
 from mlx_packs.data.formats import TOKEN_FORMATS, format_of
 from mlx_packs.data.rows import read_rows
 from mlx_packs.evaluation import answers
-from mlx_packs.evaluation.answers import (
-    METRICS,
-    Exam,
-    Question,
-    answer_of,
-    questions_of,
-)
+from mlx_packs.evaluation.answers import Exam, Question, answer_of, questions_of
+from mlx_packs.evaluation.metrics import METRICS, own_metric
 from mlx_packs.packs.facts import all_changes, answer_line
 from mlx_packs.tasks.causal_lm import CausalLMTask
 from tests.helpers.errors import check, raises
@@ -40,8 +36,8 @@ WANTED = '{"a": [1, true], "b": "x"}'
     ],
 )
 def test_when_an_answer_is_right(answer, right):
-    assert {name for name in ANSWER_METRICS if METRICS[name].is_right(answer, WANTED)} == right
-    assert not METRICS["json"].is_right("{", "{")
+    assert {name for name in ANSWER_METRICS if METRICS[name].score(answer, WANTED)} == right
+    assert not METRICS["json"].score("{", "{")
 
 
 def test_the_embedded_data_has_a_metric_of_its_own(tmp_path):
@@ -53,7 +49,7 @@ def asked(base, rows, folder, metric="exact", longest=100, most=-1) -> list[Ques
     rows = read_rows(write_rows(folder, test=rows) / "test.jsonl")
     columns = DataConfig()
     row_format = format_of(rows[0], columns, TOKEN_FORMATS)
-    return questions_of(rows, row_format, columns, base, metric, longest, most)
+    return questions_of(rows, row_format, columns, base, METRICS[metric], longest, most)
 
 
 def test_examples_without_an_answer_or_too_long_are_not_asked(shared_tiny, tmp_path):
@@ -71,7 +67,7 @@ def test_examples_that_a_metric_cannot_ask_are_named(shared_tiny, tmp_path):
 
 def exam(base, metric: str, *wanted: str) -> Exam:
     questions = [Question(f"q{i}", [5, 6], text) for i, text in enumerate(wanted)]
-    return Exam(base, metric, questions, 1000)
+    return Exam(base, METRICS[metric], questions, 1000)
 
 
 def test_report_counts_right_answers_with_their_binomial_error(shared_tiny):
@@ -136,7 +132,7 @@ def test_expected_answers_are_without_thoughts_and_leave_room_for_them_and_more(
         questions = asked(shared_tiny, [row], tmp_path)
         assert [q.wanted for q in questions] == ["red"]
         for metric in ("contains", "exact"):
-            Exam(shared_tiny, metric, questions, 1000).answers()
+            Exam(shared_tiny, METRICS[metric], questions, 1000).answers()
         longer, limit = limits[-2:]
         assert longer > limit >= len(shared_tiny.tokenizer.encode(whole)) + 8
 
@@ -189,3 +185,66 @@ def test_a_metric_that_has_no_meaning_is_one_line(letters, encoder, tmp_path, he
     with raises("conflict", "metric"):
         evaluate(load_base(encoder), None, letters, metric="exact")
     assert not (here / "p").exists()
+
+
+OWN = """
+def half(answer, expected):
+    return 0.5 if answer else False
+
+def text(answer, expected):
+    return "right"
+
+def broken(answer, expected):
+    return 1 / 0
+"""
+
+
+def half(answer, expected):
+    return 0.5 if answer else False
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+def test_a_function_scores_answers_in_training_and_evaluation(own):
+    """From a file as from Python; the mean of its scores has their standard error."""
+    rows = [chat(f"Say {i}.", str(i)) for i in range(8)]
+    train = TrainConfig(**{**vars(TRAIN), "metric": "own.py:half"})
+    named = train_pack("tiny", rows, LORA, train, "named")
+    given = train_pack("tiny", rows, LORA, TRAIN, "given", metric=half)
+    for run in (named, given):
+        answers = Pack.open(run.pack.path).manifest["eval"]["answers"]
+        assert answers["metric"] == "half"
+        assert answers["after"] == {"share": 0.5, "se": 0.0, "valid": None}
+    for metric in ("own.py:half", half):
+        report = evaluate("tiny", "named", rows, split="train", metric=metric).answers
+        assert report.metric == "half" and report.before.share == 0.5
+
+    mixed = Exam(load_base("tiny"), own_metric(half), [Question("q", [5], "a")] * 4, 1000)
+    accuracy = mixed.report(["", "", "x", "x"]).before
+    assert accuracy.share == 0.25 and accuracy.se == pytest.approx(0.25 / math.sqrt(4))
+
+
+@pytest.mark.parametrize(
+    ("metric", "code", "named"),
+    [
+        ("own.py:none", "not-found", "own.py has no function none"),
+        ("none.py:half", "not-found", "none.py is no file"),
+        ("half", "unknown", "FILE.py:NAME"),
+        ("own.py:text", "data", "returned 'right'"),
+        ("own.py:broken", "data", "ZeroDivisionError"),
+        (lambda answer: 1.0, "data", "TypeError"),
+    ],
+)
+def test_a_function_that_cannot_score_is_named(own, metric, code, named):
+    rows = [chat(f"Say {i}.", str(i)) for i in range(4)]
+    with raises(code, "metric", named):
+        evaluate("tiny", None, rows, split="train", metric=metric)
+    if code != "data":
+        with raises(code, "metric", named):
+            mp.train("tiny", rows, metric=metric, out="pack")
+        assert not (own / "pack-run").exists()

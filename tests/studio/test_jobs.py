@@ -130,6 +130,7 @@ def test_the_command_has_only_what_was_specified(home):
         {"allow_urls": "yes"},
         {"report_to": "wandb"},
         {"overwrite": "yes"},
+        {"metric": "data/evil.py:f"},
         {"config": "evil.yaml"},
         {"rank": ["8"]},
         {"model": "tiny\n--trust-remote-code"},
@@ -175,11 +176,13 @@ def test_what_is_no_file_of_a_run_is_not_written(home, program):
     assert started(home) == [] and (home / "outside").read_text() == "mine"
 
 
-@pytest.mark.parametrize("setting", ["trust_remote_code", "allow_urls", "report_to"])
+@pytest.mark.parametrize(
+    "setting", ["trust_remote_code", "allow_urls", "report_to", "reward", "metric"]
+)
 def test_a_run_with_settings_of_a_terminal_is_resumed_there(home, program, setting):
     program(TRAINS)
     folder = make_run(home, checkpoint=10)
-    identity = {"recipe": {**RECIPE, setting: "wandb"}, "base": "b" * 64, "data": {}}
+    identity = {"recipe": {**RECIPE, setting: "a.py:f"}, "base": "b" * 64, "data": {}}
     RunFolder(folder).write_identity(identity)
     with pytest.raises(PackError, match="in a terminal"):
         jobs.resume(home, "tickets")

@@ -8,11 +8,12 @@ import pytest
 
 from mlx_packs import LoRAConfig, Pack, TrainConfig, train_pack
 from mlx_packs.config.data import DataConfig
+from mlx_packs.config.functions import load_function
 from mlx_packs.data.formats import Row
 from mlx_packs.data.prompts import encode_prompts
 from mlx_packs.objectives.grpo import advantages, policy_loss
 from mlx_packs.runtime import mx
-from mlx_packs.tasks.grpo import GRPOTask, Reward, load_reward
+from mlx_packs.tasks.grpo import GRPOTask, Reward
 from tests.helpers.bases import small_base
 from tests.helpers.errors import raises
 from tests.helpers.preferences import preference
@@ -166,7 +167,7 @@ def test_a_reward_that_is_not_there_is_named(here, reward, code, fault):
     (here / "broken.py").write_text("def f(:\n")
     with raises(code, "reward", fault):
         train_pack(small_base(), DATA, LORA, settings(reward=reward), "p")
-    assert load_reward("r.py:f")(["a"]) == [0.0] and not (here / "p").exists()
+    assert load_function("reward", "r.py:f")(["a"]) == [0.0] and not (here / "p").exists()
 
 
 def test_rows_that_give_no_prompt_or_answer_are_named(tmp_path):

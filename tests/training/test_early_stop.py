@@ -131,7 +131,7 @@ ANSWERS = [{"prompt": f"Item {i} is", "completion": ("red", "green")[i % 2]} for
 def test_the_number_that_is_named_decides(train, monkeypatch):
     shares = iter((0.25, 0.5, 0.5, 0.25, 1.0))
     monkeypatch.setattr(
-        Exam, "validated", lambda exam, score: AnsweredScore(score, exam.metric, next(shares))
+        Exam, "validated", lambda exam, score: AnsweredScore(score, exam.metric.name, next(shares))
     )
     write_rows(Path("d"), train=ANSWERS, valid=ANSWERS[:2], test=ANSWERS[:1])
 
