@@ -42,7 +42,7 @@ FEATURES = {
     "cli/learn.py": ("kto", "dpo", "lm"),  # what rated answers train
     "cli/main.py": ("classify",),  # its place in the list of commands
     # the argument of `mlx_packs.train`, and what other libraries call these tasks
-    "config/other_names.py": ("reward", "lm"),
+    "config/other_names.py": ("reward", "lm", "grpo"),
     "serving/registry.py": ("lm",),  # what a server answers with if nothing else is asked for
     "serving/embedding.py": ("embedding", "rerank"),  # `/v1/embeddings` and `/v1/rerank`
     "cli/serve.py": ("lm", "embedding"),  # what a server without packs answers with

@@ -13,6 +13,7 @@ from ..terminal import with_error
 from . import options
 from .options import option
 from .output import exit_if_failed, print_report, text_table
+from .topics import TopicCommand
 
 if TYPE_CHECKING:
     from ..evaluation.compare import BatchReport
@@ -23,7 +24,9 @@ _BUNDLED = DataConfig.data
 _SUM = "PACK[=WEIGHT]"
 
 
-@click.command("eval")
+@click.command(
+    "eval", cls=TopicCommand, common="model flagged data split metric limit batch_size json".split()
+)
 @options.model_of_pack
 @options.packs("Pack to evaluate; the deltas of several are added up, each times its WEIGHT.", _SUM)
 @options.data(default=None, default_text="tiny, for packs that were trained on it")

@@ -12,6 +12,7 @@ from ..errors import PackError, RunStopped, flag_of
 from . import options
 from .options import option
 from .output import print_report
+from .topics import TopicCommand
 
 if TYPE_CHECKING:
     from ..learning.folder import LearningFolder
@@ -24,7 +25,9 @@ _SETTINGS = (
 _DEFAULTS = {"epochs": "3", "iters": None, "rank": "16; a version that is continued keeps its rank"}
 
 
-@click.command(cls=options.SectionedCommand)
+@click.command(
+    cls=TopicCommand, common="task model data epochs learning_rate lists use json".split()
+)
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @option(
     "--task",

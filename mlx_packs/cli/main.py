@@ -7,6 +7,7 @@ Python's code for one, 1, means a failed gate.
 
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from click.shell_completion import get_completion_class
 from .. import signals
 from ..config.choices import TASKS
 from ..config.fields import flags_of
-from ..config.other_names import OTHER_COMMANDS, OTHER_VALUES, ours_for, removal
+from ..config.other_names import OTHER_COMMANDS, OTHER_VALUES, ours_for, removal, value_hint
 from ..distributed.link import launched
 from ..errors import CRASHED, PackError, any_of, as_pack_error, did_you_mean, flag_of
 from ..terminal import echo, guard, guarded
@@ -27,6 +28,7 @@ from .examples import epilog
 from .options import SETTINGS
 from .output import JSON, errors_in_json
 
+_EXTRA = re.compile(r"Got unexpected extra arguments? \((.*)\)")
 _NEAR = 0.75  # similarity of names, as of `difflib`
 # By section of `packs --help`: the module of each command.
 COMMANDS = {
@@ -205,11 +207,16 @@ def _usage_error(error: click.ClickException) -> PackError:
 
     param = getattr(error, "param", None)
     if param is None:
-        return PackError(message)
+        return PackError(_EXTRA.sub(r"\1: one argument too many.", message))
     name = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
     if isinstance(error, click.MissingParameter):
         return PackError(f"{name}: is required.", flag=param.name)
-    return PackError(f"{name}: {error.message}", flag=param.name)
+
+    text = error.message
+    value = re.match(r"'([^']*)' is not one of", text)
+    if value and param.name and (hint := value_hint(param.name, value[1])):
+        text += hint
+    return PackError(f"{name}: {text}", flag=param.name)
 
 
 @click.group(

@@ -234,6 +234,7 @@ max_shard_gb = option(
 )
 split = option(
     "--split",
+    section="Model and data",
     default="test",
     metavar="NAME",
     help="Split of a data folder to evaluate; valid is used if there is no test split.",
@@ -252,7 +253,12 @@ metric = setting(
     "of your own, which scores an answer from 0 to 1 by the expected one.",
     default_text="exact for the bundled data, none otherwise",
 )
-limit = option("--limit", default=-1, help="Number of examples to evaluate; -1 uses all.")
+limit = option(
+    "--limit",
+    section="Evaluation and gates",
+    default=-1,
+    help="Number of examples to evaluate; -1 uses all.",
+)
 
 
 def out(sentence: str) -> Callable:
@@ -263,7 +269,7 @@ def out(sentence: str) -> Callable:
 def data(sentence: str = "Examples to evaluate on", **overrides) -> Callable:
     """Add the examples that a command evaluates on."""
     described = {"default": "tiny", "help": f"{sentence}: a folder, a file, or 'tiny'."}
-    return option("--data", metavar="DATA", **described | overrides)
+    return option("--data", section="Model and data", metavar="DATA", **described | overrides)
 
 
 class _PackOption(Option):

@@ -70,7 +70,9 @@ _memory = partial(option, section="Memory and speed")
 
 
 @click.command(
-    cls=TopicCommand, common="memory budget device machines configs model data verbose json".split()
+    cls=TopicCommand,
+    common="memory budget device machines configs model data verbose json".split(),
+    by_task=True,
 )
 @_memory(
     "--memory",

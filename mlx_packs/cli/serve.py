@@ -19,6 +19,7 @@ from ..terminal import echo, printable
 from . import options
 from .options import option
 from .output import wants_json
+from .topics import TopicCommand
 
 if TYPE_CHECKING:
     from ..learning.folder import LearningFolder
@@ -42,7 +43,10 @@ _server = partial(option, section="Server")
 _memory = partial(option, section="Memory and speed")
 
 
-@click.command(cls=options.SectionedCommand)
+@click.command(
+    cls=TopicCommand,
+    common="model flagged folder task host port api_key max_tokens learn json".split(),
+)
 @options.model_of_pack
 @options.packs("Pack to serve, under the name of its folder or as NAME=PACK.", "[NAME=]PACK")
 @_server(

@@ -18,18 +18,19 @@ ALL = "all"
 
 
 class TopicCommand(SectionedCommand):
-    """A command whose help has topics: ``-h``, ``-h --all``, ``-h --task dpo``."""
+    """A command whose help has topics: ``-h``, ``-h --all``, and ``-h --task dpo`` if by task."""
 
-    def __init__(self, *args, common: Sequence[str], **settings) -> None:
+    def __init__(self, *args, common: Sequence[str], by_task: bool = False, **settings) -> None:
         super().__init__(*args, add_help_option=False, **settings)
+        self.by_task = by_task  # whether a task is a topic
         self.common = {"help", *common}  # names of the options that short help has
         flags = {"is_flag": True, "expose_value": False}
         text = "Show all options; only together with -h."
         self.params.append(Option(["--all"], help=text, callback=_check_alone, **flags))
-        text = (
-            "Show the common options, all of them (-h --all) or the options of a task (-h --task "
-            "dpo), and exit."
-        )
+        text = "Show the common options, all of them (-h --all)"
+        if by_task:
+            text += " or the options of a task (-h --task dpo)"
+        text += ", and exit."
         helps = Option(["-h", "--help"], help=text, callback=_show, is_eager=True, **flags)
         self.params.append(helps)
 
@@ -47,7 +48,7 @@ class TopicCommand(SectionedCommand):
     def shown_options(self, ctx: click.Context) -> Iterator[click.Parameter]:
         """Yield the options of the topic; common ones with the first clause of their help."""
         topic = _topic(ctx)
-        for param in self.get_params(ctx):
+        for param in super().shown_options(ctx):
             if topic == ALL or topic in param.tasks:
                 yield param
             elif param.name in self.common and (topic == COMMON or not param.tasks):
@@ -61,12 +62,15 @@ class TopicCommand(SectionedCommand):
         if _topic(ctx) == ALL:
             return
 
-        hidden = len(self.get_params(ctx)) - len(list(self.shown_options(ctx)))
+        hidden = len(list(super().shown_options(ctx))) - len(list(self.shown_options(ctx)))
         formatter.write_paragraph()
-        text = (
-            f"{hidden} more options: {ctx.command_path} -h --all. The options of a task: "
-            f"{ctx.command_path} -h --task NAME ({', '.join(TASKS)})."
-        )
+        text = f"{hidden} more options: {ctx.command_path} -h --all."
+        if not self.by_task:
+            formatter.write_text(text)
+            return
+
+        names = ", ".join(TASKS)
+        text += f" The options of a task: {ctx.command_path} -h --task NAME ({names})."
         if added := [f"{name} ({each.label})" for name, (each, *_) in TASKS.added().items()]:
             text += f" Tasks of installed packages: {', '.join(added)}."
 
@@ -80,12 +84,13 @@ def _topic(ctx: click.Context) -> str:
 def _show(ctx: click.Context, param: click.Parameter, shown: bool) -> None:
     """Print the help that the arguments ask for and exit."""
     if shown and not ctx.resilient_parsing:
-        ctx.meta[HELP_TOPIC] = _asked_topic(ctx.meta[ARGUMENTS])
+        by_task = isinstance(ctx.command, TopicCommand) and ctx.command.by_task
+        ctx.meta[HELP_TOPIC] = _asked_topic(ctx.meta[ARGUMENTS], by_task)
         echo(ctx.get_help())
         ctx.exit()
 
 
-def _asked_topic(arguments: Sequence[str]) -> str:
+def _asked_topic(arguments: Sequence[str], by_task: bool) -> str:
     """Return the topic of a command line whose other options are not parsed yet."""
     task = None
     for word, following in pairwise([*arguments, ""]):
@@ -95,7 +100,7 @@ def _asked_topic(arguments: Sequence[str]) -> str:
 
     if "--all" in arguments:
         return ALL
-    if task is None:
+    if task is None or not by_task:
         return COMMON
     if task not in TASKS:
         hint = did_you_mean(task, list(TASKS))

@@ -64,7 +64,7 @@ def _default_text(name: str, *task: str) -> str:
     return "; ".join(text for text in texts if text)
 
 
-@click.command(cls=TopicCommand, common=COMMON)
+@click.command(cls=TopicCommand, common=COMMON, by_task=True)
 @options.recipes
 @options.add(*(options.setting(name, partial(_default_text, name)) for name in options.SETTINGS))
 @option(

@@ -32,12 +32,12 @@ SECTIONS = (
     "Evaluation and gates",
     "Sampling",
     "Server",
-    "Output",
     "Preferences",
     "Rewards",
     "Embedding",
     "Reranking",
     "Several machines",
+    "Output",
 )
 
 

@@ -140,19 +140,48 @@ _COMMANDS = {
 # By setting and value of ours: values elsewhere.
 DTYPES = {"bfloat16": "bf16", "float16": "fp16 half", "float32": "fp32 float"}
 _VALUES = {
-    "task": {"lm": "causal_lm clm pretrain pt sft", "reward": "reward_modeling rm"},
-    "method": {"lora, and add --quantize nf4": "qlora"},
+    "task": {
+        "lm": "causal_lm chat clm instruct instruction pretrain pt sft",
+        "reward": "reward_model reward_modeling rm",
+        "grpo": "dapo gspo ppo rl rloo",
+        "dpo, and add --loss ipo": "ipo",
+    },
+    "method": {
+        "lora, and add --quantize nf4": "qlora",
+        "lora, and add --rslora": "rslora",
+        "lora, and add --loraplus-lr-ratio 16": "lora+ loraplus",
+        "full": "fft freeze full_finetuning full_ft",
+    },
+    "loss_on": {
+        "completion": "answer completion_only completions output response responses",
+        "assistant": "assistant_only assistants turn turns",
+    },
+    "recompute": {"block": "full true unsloth yes", "none": "false no"},
     "optimizer": {
+        "lion": "lion_32bit lion_8bit paged_lion_8bit",
         "adamw": "adamw_hf adamw_torch adamw_torch_fused paged_adamw paged_adamw_32bit",
         "adamw_8bit": "adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit",
     },
-    "lr_schedule": {"constant, and add --warmup-steps": "constant_with_warmup"},
+    "lr_schedule": {
+        "constant, and add --warmup-steps": "constant_with_warmup",
+        "cosine": "cosine_decay cosine_with_min_lr cosine_with_restarts",
+        "linear": "linear_decay polynomial",
+        "wsd": "warmup_stable_decay",
+    },
     "quantize": {"nf4": "4bit bnb bnb4 int4", "affine8": "8bit bnb8 int8", "mxfp4": "fp4"},
     "compute_dtype": DTYPES,
     "pack_dtype": DTYPES,
     "on_nan": {"skip, and lower --learning-rate": "back-off"},
     "search": {"random": "halving tpe"},
     "exchange_dtype": DTYPES,
+    # of commands
+    "to": {
+        "peft": "hf huggingface sglang tgi transformers vllm",
+        "mlx-lm": "mlx",
+        "gguf": "llama-cpp llama.cpp llamacpp",
+        "lmstudio": "lm-studio lm_studio",
+        "swift": "ios mlx-swift",
+    },
 }
 
 

@@ -26,6 +26,9 @@ def test_all_are_answered_with_a_setting_and_are_none():
 def test_a_value_is_answered_with_ours():
     for words, setting, ours in (
         ("--task sft", "task", "Use lm."),
+        ("--task ppo", "task", "Use grpo."),
+        ("--loss-on response", "loss_on", "Use completion."),
+        ("--lr-schedule polynomial", "lr_schedule", "Use linear."),
         ("--method qlora", "method", "Use lora, and add --quantize nf4."),
         ("--report-to none", "report_to", "Leave it out."),
     ):
@@ -33,6 +36,8 @@ def test_a_value_is_answered_with_ours():
             run(f"train {words}")
     with raises("invalid", "learning_rate"):
         run("train --lr -1")
+    with raises("invalid", "to", "Use peft."):
+        run("export packs/x --out a --to vllm")
 
 
 def test_values_that_are_suggested_are_no_other_setting():
