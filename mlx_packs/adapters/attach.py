@@ -184,7 +184,7 @@ def weight_of(path: str, module: nn.Module, lazy: bool = False) -> mx.array:
 
     A ``lazy`` one is not read.
     """
-    remedy = ". Take --method lora, which needs no dense weights."
+    remedy = ". Use --method lora, which needs no dense weights."
     return _dense_weight(path, module, mx.float32, lazy, "unsupported", remedy)
 
 

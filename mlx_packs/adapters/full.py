@@ -136,5 +136,5 @@ def _weights(base: "BaseModel", prefixes: list[str] | None) -> dict[str, Trained
 
 def _unsupported(fault: str) -> PackError:
     return PackError(
-        f"--method full: {fault}. Take --method lora, or a dense checkpoint.", "unsupported"
+        f"--method full: {fault}. Use --method lora, or a dense checkpoint.", "unsupported"
     )

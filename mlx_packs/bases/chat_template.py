@@ -15,7 +15,7 @@ from ..sandbox.process import TEMPLATES, Fault, LimitExceeded
 
 CHARACTERS = 1 << 22  # that a template may produce in addition to 8 times its input
 _TIMES_INPUT = 8
-_REMEDY = "Take the template that the model's publisher has, or examples with 'text'."
+_REMEDY = "Use the template that the model's publisher has, or examples with 'text'."
 _MEMORY_PER_CHARACTER = 16
 _MOST_COST = 4000  # of one call, so that 2 s are enough for many conversations
 

@@ -119,10 +119,10 @@ def _hub_snapshot(repo: str) -> Path:
     except RepositoryNotFoundError:
         raise unknown_to_hub(repo) from None
     except (OSError, ValueError) as error:
-        reason = reason_of(error)
+        reason = reason_of(error).partition(" An error happened")[0]  # what follows is advice
 
     raise PackError(
-        f"--model {repo}: not a folder here, {cached}, and it cannot be had from the Hub "
+        f"--model {repo}: not a folder here, {cached}, and could not be downloaded "
         f"({reason}). On a machine with network: `hf download {repo}`.",
         "network",
     )

@@ -207,7 +207,7 @@ class SandboxedTokenizer:
             return self._called(name, arguments, more)
         except LimitExceeded as error:
             raise PackError(
-                f"{self._folder}: the tokenizer {error}. Take the tokenizer files that the model's "
+                f"{self._folder}: the tokenizer {error}. Use the tokenizer files that the model's "
                 "publisher has, or a shorter text.",
                 "unreadable",
             ) from None

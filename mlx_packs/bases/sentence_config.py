@@ -139,7 +139,7 @@ def _pooling(file: Path) -> str:
         raise _unsupported(file, f"pools by {used}. Supported is one of {', '.join(POOLING)}.")
 
     if config.get("include_prompt") is False:
-        raise _unsupported(file, "leaves prompts out of the pooling. Take another base.")
+        raise _unsupported(file, "leaves prompts out of the pooling. Use another base.")
     return methods[0]
 
 

@@ -16,7 +16,7 @@ from .families import VISION_FAMILIES
 
 IMAGE_MARK = "\ufffc"  # stands for an image in the text of a message
 NO_IMAGES = (
-    "the base takes no images: its config.json has no vision tower that is known. Take one of "
+    "the base takes no images: its config.json has no vision tower that is known. Use one of "
     f"these families: {', '.join(VISION_FAMILIES)}."
 )
 SENTINEL = "\ue000\ue001\ue002"  # private use: in no template and no sane text

@@ -8,7 +8,7 @@ from ..config.choices import WEIGHT_MODES
 from ..errors import PackError, pip_install
 
 INSTEAD = (
-    "Take the checkpoint that it was made from, with --quantize nf4 (or affine4), or one in MLX's "
+    "Use the checkpoint that it was made from, with --quantize nf4 (or affine4), or one in MLX's "
     "4 bits (mlx-community/…)."
 )
 
@@ -18,7 +18,7 @@ _READ = "bitsandbytes awq gptq mxfp4 mxfp8 fp8 compressed-tensors modelopt bitne
 _CLASSIFIER = "ForSequenceClassification"
 _PICKLED = (
     "pickled weights of PyTorch, which are never opened",
-    "Take the safetensors of the same model, or write them where PyTorch is: "
+    "Use the safetensors of the same model, or write them where PyTorch is: "
     "model.save_pretrained(folder, safe_serialization=True).",
 )
 # Files with weights in another format: pattern, description, alternative.
@@ -26,7 +26,7 @@ _WEIGHTS = (
     (
         "consolidated*.safetensors",
         "weights in Mistral's own layout, which is not read",
-        "Take the same model's folder with model*.safetensors.",
+        "Use the same model's folder with model*.safetensors.",
     ),
     ("*.bin", *_PICKLED),
     ("*.pt*", *_PICKLED),

@@ -205,7 +205,7 @@ def plan_quantized(
         )
     if kind := base_files.quantized_as(source, config):
         raise PackError(
-            f"{named or source}: is quantized already ({kind}). Take the checkpoint that it was "
+            f"{named or source}: is quantized already ({kind}). Use the checkpoint that it was "
             "made from.",
             "conflict",
             "model",

@@ -234,7 +234,7 @@ def _task_faults(train: TrainConfig) -> Iterator[Fault]:
     losses = [loss for task in train.tasks for loss in TASKS[task].losses]
     owners = [name for name, facts in TASKS.items() if train.loss in facts.losses]
     if owners and losses and train.loss not in losses:
-        text = f"{train.loss} needs --task {any_of(owners)}. Take {any_of(losses)}."
+        text = f"{train.loss} needs --task {any_of(owners)}. Use {any_of(losses)}."
         yield Fault("loss", text, "conflict")
 
     headed = [task for task in train.tasks if _has_setting(task, tasks_of("head"))]

@@ -110,7 +110,7 @@ class Classes:
         """Return the classes as `ORDINAL`, the lowest first; a PackError if they have no order."""
         column = COLUMNS[self.problem]
         if column != "label":
-            text = f"--ordinal: does not go with examples that have '{column}'. Leave it out."
+            text = f"--ordinal: does not apply to examples with '{column}'. Leave it out."
             raise PackError(text, "conflict", "ordinal")
 
         texts = [label for label in self.labels if not _INTEGER.fullmatch(label)]

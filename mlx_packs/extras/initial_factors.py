@@ -190,7 +190,7 @@ class LoftQ(LoRA):
         if quantized_as(base.path, read_config(base.path / CONFIG)) is not None:
             raise PackError(
                 f"--method loftq: {base.name} is stored quantized, and what that has lost is not "
-                "in it. Take the dense checkpoint with --quantize, or --method lora.",
+                "in it. Use the dense checkpoint with --quantize, or --method lora.",
                 "conflict",
             )
 

@@ -168,7 +168,7 @@ def _first_fitting(
 def _too_large(plan: MemoryPlan, ways: list[str], bound: str = "") -> PackError:
     return PackError(
         f"training would take {bound}{size(plan.peak_bytes)} (± {ERROR:.0%}) of "
-        f"{size(runtime.total_memory())}. Take {any_of(ways)}, or pass --force to try anyway.",
+        f"{size(runtime.total_memory())}. Use {any_of(ways)}, or pass --force to try anyway.",
         "memory",
     )
 

@@ -126,7 +126,7 @@ class StoredScore(Score):
 def check_best(entry: str | None, entries: Collection[str]) -> None:
     """Raise a PackError if validations do not give the number that ``--best`` names."""
     if entry is not None and entry not in entries:
-        text = f"--best {entry}: is no number of these validations. Take {any_of(list(entries))}."
+        text = f"--best {entry}: is no number of these validations. Use {any_of(list(entries))}."
         raise PackError(text, "conflict", "best")
 
 

@@ -67,7 +67,7 @@ class ClassifyTask(TextsTask):
         return {"outputs": self.classes.head_rows}
 
     def _find_classes(self, phases: Sequence[RunPhase], splits: Sequence[Splits]) -> Classes:
-        """Return the classes of all phases; a PackError if a setting does not go with them."""
+        """Return the classes of all phases; a PackError if a setting excludes them."""
         rows = (row for read in splits for row in read.rows["train"])
         source = " + ".join(dict.fromkeys(read.source for read in splits))
         classes = find_classes(rows, phases[0].columns, source)
@@ -80,7 +80,7 @@ class ClassifyTask(TextsTask):
         }
         for option, is_unfit in unfit.items():
             if is_unfit:
-                text = f"{option}: does not go with examples that have '{column}'. Leave it out."
+                text = f"{option}: does not apply to examples with '{column}'. Leave it out."
                 raise PackError(text, "conflict")
 
         if self.train.ordinal:

@@ -239,7 +239,7 @@ class DistillTask(CausalLMTask):
             return super()._frozen_activations(*run)
 
         if self.train.cache_frozen == "on":
-            text = "--cache-frozen on: does not go with --on-policy. Leave it out."
+            text = "--cache-frozen on: cannot be combined with --on-policy. Leave it out."
             raise PackError(text, "conflict")
         return None
 

@@ -12,7 +12,7 @@ from tests.helpers.errors import check, raises
 from tests.helpers.rows import chat, write_rows
 
 DENSE = "--quantize nf4 (or affine4), or one in MLX's 4 bits"
-SAFE = "Take the safetensors of the same model"
+SAFE = "Use the safetensors of the same model"
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def _llama3_scaling(config: Config, file: GgufFile, tensor: TensorInfo) -> Confi
 
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
         raise file.fault(
-            "rope_freqs.weight is not the scaling of Llama 3, and no other is known. Take the "
+            "rope_freqs.weight is not the scaling of Llama 3, and no other is known. Use the "
             "safetensors of the same model.",
             "unsupported",
         )
@@ -223,7 +223,7 @@ def config_of(file: GgufFile, architecture: Architecture) -> Config:
 
     if file.size("%.expert_count", 1) > 1:
         raise file.fault(
-            "is a mixture of experts, which is not read from GGUF. Take the safetensors.",
+            "is a mixture of experts, which is not read from GGUF. Use the safetensors.",
             "unsupported",
         )
 
@@ -262,7 +262,7 @@ def _add_scaling(config: Config, file: GgufFile, architecture: Architecture) -> 
     unread = [n for n in _ROPE_TENSORS if n in file.tensors and n not in architecture.rope_tensors]
     if unread:
         raise file.fault(
-            f"has {unread[0]}, and {file.architecture} in mlx-lm has no such rope scaling. Take "
+            f"has {unread[0]}, and {file.architecture} in mlx-lm has no such rope scaling. Use "
             "another model.",
             "unsupported",
         )
@@ -278,7 +278,7 @@ def _add_scaling(config: Config, file: GgufFile, architecture: Architecture) -> 
     if kind not in architecture.scalings:
         raise file.fault(
             f"has the rope scaling {kind[:40]!r}, which is not read for {file.architecture}, only "
-            f"{', '.join(architecture.scalings) or 'none'}. Take the safetensors.",
+            f"{', '.join(architecture.scalings) or 'none'}. Use the safetensors.",
             "unsupported",
         )
     if kind == "longrope":  # by tensors
@@ -310,7 +310,7 @@ def names_of(file: GgufFile, architecture: Architecture, blocks: int) -> dict[st
         if not path or kind not in ("weight", "bias") or f"{path}.{kind}" in names:
             raise file.fault(
                 f"has the tensor {tensor[:60]}, for which {file.architecture} has no place here. "
-                "Take the safetensors of the same model.",
+                "Use the safetensors of the same model.",
                 "unsupported",
             )
         names[f"{path}.{kind}"] = tensor

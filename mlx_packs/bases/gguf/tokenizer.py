@@ -88,7 +88,7 @@ def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[str, dict[str, Any
 
     if kind not in ("gpt2", "llama"):
         raise file.fault(
-            f"has a tokenizer of the kind {kind[:40]!r}; gpt2 and llama are read. Take the "
+            f"has a tokenizer of the kind {kind[:40]!r}; gpt2 and llama are read. Use the "
             "safetensors of the same model.",
             "unsupported",
         )
@@ -191,7 +191,7 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Any:
     name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in _SPLITS:
         raise file.fault(
-            f"splits texts by {name[:40]!r} (tokenizer.ggml.pre), which is not known here. Take "
+            f"splits texts by {name[:40]!r} (tokenizer.ggml.pre), which is not known here. Use "
             "the safetensors of the same model.",
             "unsupported",
         )

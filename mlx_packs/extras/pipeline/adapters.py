@@ -117,7 +117,7 @@ def join_stages(lora: LoRAConfig) -> None:
 
     for name in lora.changed(("dropout", "modules_to_save")):
         raise PackError(
-            f"{flag_of(name)}: does not go with --pipeline. Leave one of them out.",
+            f"{flag_of(name)}: cannot be combined with --pipeline. Leave one of them out.",
             "conflict",
             name,
         )
