@@ -1,5 +1,6 @@
 """README, docs, help and public docstrings follow the rules of prose (tests/helpers/prose.py)."""
 
+import ast
 import dataclasses
 import inspect
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from mlx_packs.config.recipe import RunOptions
 from mlx_packs.config.schema import TrainConfig
 from mlx_packs.config.tasks import Phase
 from tests.helpers import documents, prose
+from tests.helpers.budgets import OWNERS
 from tests.helpers.documents import DOCUMENTS
+from tests.helpers.imports import PACKAGE, nodes_of, written_files
 
 # Records of what was done, which are not rewritten.
 EXEMPT = {"benchmarks/LOG.md", "benchmarks/README.md"}
@@ -70,6 +73,36 @@ def test_help_and_docstrings_read_as_plain_english():
         (owner, *each) for owner, text in by_owner for each in prose.breaks(" ".join(text.split()))
     ]
     assert not broken
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """The texts of four or more words in the code, those of errors among them; no docstring."""
+    for file in written_files():
+        nodes = nodes_of(file)
+        owners = (node for node in nodes if isinstance(node, OWNERS) and node.body)
+        left_out = {getattr(owner.body[0], "value", None) for owner in owners}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                left_out |= set(node.values)
+        for node in nodes:
+            text = _text(node)
+            if node not in left_out and len(text.split()) > 3:
+                yield f"{file.relative_to(PACKAGE)}:{node.lineno}", " ".join(text.split())
+
+
+def _text(node: ast.AST) -> str:
+    """A text in the code, with X for what it is formatted with."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or "X" for part in node.values)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return ""
+
+
+def test_messages_and_errors_read_as_plain_english():
+    texts = list(messages())
+    assert len(texts) > 2000
+    assert not [(where, *each) for where, text in texts for each in prose.breaks(text)]
 
 
 def test_each_rule_finds_its_example_and_passes_good_english():

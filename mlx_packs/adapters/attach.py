@@ -157,7 +157,7 @@ def check_linears(attached: Attached, method: str) -> None:
     for path, spec in attached.specs.items():
         fault = ""
         if spec.kind == "embedding":
-            fault = "is an embedding, which has LoRA alone. Name it in --modules-to-save, leave it"
+            fault = "is an embedding, which has only LoRA. Name it in --modules-to-save, leave it"
         elif spec.experts is not None:
             fault = "is a stack of experts, which it cannot adapt. Leave it"
         if fault:

@@ -136,7 +136,7 @@ def _install(trainable: Trainable, paths: Sequence[str]) -> dict[str, TrainedWei
         original = bare_module(present.get(path))
         if original is None or is_switch_linear(original) or shared[id(present[path])] > 1:
             raise PackError(
-                f"--modules-to-save: {path} cannot be trained in full beside adapters: it is a "
+                f"--modules-to-save: {path} cannot be trained in full next to adapters: it is a "
                 "stack of experts, or is used at several places. Leave it out.",
                 "unsupported",
                 "modules_to_save",

@@ -332,7 +332,7 @@ def check_config(config: dict, where: Path) -> dict:
     if config.get("is_decoder"):
         raise unsupported("is_decoder is set, but a BERT that decodes is no sentence encoder.")
     if config.get("quantization") or config.get("quantization_config"):
-        raise unsupported("is quantized. An encoder is read in float32 alone.")
+        raise unsupported("is quantized. An encoder is read only in float32.")
     return config
 
 

@@ -245,7 +245,9 @@ def _check_scales(weights: Weights, model: nn.Module, path: Path) -> None:
         scales = weights.get(f"{module_path}.scales")
         if scales is None:
             if dense is not None and codes.shape != dense.shape:
-                raise damaged(f"{module_path}.scales is missing beside {name}, which is quantized.")
+                raise damaged(
+                    f"{module_path}.scales is missing next to {name}, which is quantized."
+                )
             continue
 
         fault = f"{module_path}.scales is {list(scales.shape)}, but"

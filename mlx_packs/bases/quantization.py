@@ -317,7 +317,7 @@ def _quantized_module(
     names = {part: f"{path}.{part}" for part in ("weight", *parts)}
     arrays = {part: weights[name] for part, name in names.items() if name in weights}
     if "weight" not in arrays:
-        raise _damaged(where, f"{path}.weight: is missing beside {path}.{parts[0]}.")
+        raise _damaged(where, f"{path}.weight: is missing next to {path}.{parts[0]}.")
 
     try:
         module = format_class(mode).of_arrays(arrays).module_of(dense, arrays, dtype)
@@ -351,7 +351,7 @@ def _check_no_codes_alone(
         if codes and path not in modes:
             part = WEIGHT_MODES[mode].parts[0]
             raise _damaged(
-                where, f"{path}.{part}: is missing beside {name}, which is {mode.upper()}."
+                where, f"{path}.{part}: is missing next to {name}, which is {mode.upper()}."
             )
 
 

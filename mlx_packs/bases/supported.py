@@ -70,7 +70,7 @@ def is_batchable(name: str, model: nn.Module) -> bool:
     if not facts_of(family := family_of(model)).one_by_one:
         return True
     warn_once(
-        "%s: a %s gives other texts in a batch than alone, so texts are generated one at a time.",
+        "%s: a %s gives other texts in a batch, so texts are generated one at a time.",
         name,
         family,
     )

@@ -128,7 +128,7 @@ def unreadable_tokenizer(path: Path, reason: str) -> PackError:
         )
 
     return PackError(
-        f"{where}: there is {', '.join(names)} alone, of which transformers makes no tokenizer "
+        f"{where}: there is only {', '.join(names)}, of which transformers makes no tokenizer "
         f"here ({reason}). A tokenizer.json works: "
         "AutoTokenizer.from_pretrained(…).save_pretrained(…) writes one where it loads.",
         "unsupported",

@@ -172,7 +172,7 @@ def chat(
 
     if sys.stdin.isatty():
         on = f" with {' + '.join(packs)}" if packs else ""
-        echo(printable(f"{base.summary()}{on}. /help lists what you can do, /quit leaves."))
+        echo(printable(f"{base.summary()}{on}. /help lists the commands, /quit leaves."))
 
     conversation = ChatSession(base, system, sampling, template_kwargs)
     for image in images:
@@ -260,7 +260,7 @@ def _obey(line: str, conversation: "ChatSession", model_in_use: _ModelInUse) -> 
         echo(printable(f"({rest or 'the base alone'})"))
     elif command == "/image" and rest:
         conversation.attach(rest)
-        echo(printable(f"({rest} goes with your next message)"))
+        echo(printable(f"({rest} is sent with your next message)"))
     elif command == "/clear":
         conversation.clear()
         echo("(a new conversation)")

@@ -62,7 +62,7 @@ def limit_of(memory: str | None, budget: str | None, device: str | None) -> tupl
     if not memory.lower().endswith("ib"):  # Macs are sold by GiB
         sold = int(total * 2**30 / 1e9)
     usable = metal_share(sold)
-    note = f"what Metal recommends to use of a Mac with {memory.strip()}"
+    note = f"the share that Metal recommends of a Mac with {memory.strip()}"
     return usable, [f"memory  {size(usable)}: {note}"]
 
 

@@ -413,7 +413,7 @@ def _run(
         if learning is not None:
             _say(
                 f"learning  {learning.folder.name}, version {learning.version} · answers that "
-                f"somebody rates are kept in {given['learn']} (README.txt says what)"
+                f"somebody rates are kept in {given['learn']} (see README.txt)"
             )
         training = None
         if given["train"] is not None and task == _TEXT:

@@ -282,7 +282,7 @@ METRICS = {
 NUMBERS = METRICS | {
     "ppl": Number("PPL", "Perplexity", digits=2, lower_is_better=True),
     "accuracy": Number("accuracy", "Token accuracy"),
-    "chosen_ppl": Number("PPL of what is chosen", digits=2, lower_is_better=True),
+    "chosen_ppl": Number("PPL of chosen completions", digits=2, lower_is_better=True),
 }
 
 

@@ -83,7 +83,7 @@ class LoRAConfig(Settings):
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
             yield Fault(
                 "target_modules",
-                f"'{ALL_LINEAR}' stands for all linear layers. Write it alone, or list the names "
+                f"'{ALL_LINEAR}' stands for all linear layers. Write only that, or list the names "
                 "of the modules.",
                 "conflict",
             )

@@ -260,9 +260,7 @@ def _score_head_faults(train: TrainConfig) -> Iterator[Fault]:
 
     first = order[scores.index(True)]
     if train.trains_base:
-        text = (
-            f"full cannot be combined with --task {first}, whose head is trained beside adapters."
-        )
+        text = f"full cannot be combined with --task {first}, whose head is trained with adapters."
         yield Fault("method", text, "conflict")
     if not all(scores[scores.index(True) :]):
         text = (

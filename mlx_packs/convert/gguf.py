@@ -76,8 +76,8 @@ def family_of(pack: Pack) -> Family:
     if names := list(replaced_of(pack.manifest))[:3]:
         raise unsupported(
             where,
-            f"stores {', '.join(names)} in full, and a GGUF adapter has low-rank factors "
-            "alone. Merge the pack and convert the whole model.",
+            f"stores {', '.join(names)} in full, and a GGUF adapter has only low-rank "
+            "factors. Merge the pack and convert the whole model.",
         )
 
     for path, spec in pack.specs.items():
@@ -90,7 +90,7 @@ def _tensor_name(path: str, spec: ModuleSpec, family: Family, where: str) -> str
     reason = None
     match = re.fullmatch(r".*?\.(\d+)\.(.+)", path)
     if spec.kind != "lora":
-        reason = f"is {spec.kind}, and llama.cpp adds LoRA to linears alone"
+        reason = f"is {spec.kind}, and llama.cpp adds LoRA only to linears"
     elif spec.experts is not None:
         reason = "adapts all experts of a mixture"
     elif match is None or match[2] not in family.gguf_names:

@@ -190,7 +190,7 @@ def _check_mergeable(pack: Pack) -> None:
     for spec in pack.specs.values():
         if spec.head is False:
             raise PackError(
-                f"{pack.path}: {spec.path}: its adapter acts on the input alone, but the base ties "
+                f"{pack.path}: {spec.path}: its adapter acts only on the input, but the base ties "
                 "the head to this table, so no one table has both. Apply the pack instead.",
                 "unsupported",
             )

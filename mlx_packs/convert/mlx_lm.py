@@ -138,8 +138,8 @@ def _check_pack(pack: Pack) -> None:
         other = "Export it to peft, or merge it" if specs else "Merge it"
         raise unsupported(
             where,
-            f"stores {', '.join(names)} in full, and mlx-lm loads adapters "
-            f"alone, or dense weights over a dense base. {other}.",
+            f"stores {', '.join(names)} in full, and mlx-lm loads only "
+            f"adapters, or dense weights over a dense base. {other}.",
         )
 
     for path, spec in specs.items():

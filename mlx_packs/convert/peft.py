@@ -50,7 +50,7 @@ _UNSUPPORTED = {
     "use_bdlora": "has block-diagonal factors (BD-LoRA)",
     "arrow_config": "routes between adapters",
     "megatron_config": "is split over devices by Megatron",
-    "lora_bias": "trains a bias beside B",
+    "lora_bias": "trains a bias in addition to B",
     "ensure_weight_tying": "changes one table that is both embedding and head",
 }
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -293,7 +293,7 @@ def _check_specs(pack: Pack, model_type: str, specs: Specs) -> None:
     if model_type not in (*_SAME_NAMES, *VISION_FAMILIES):
         raise unsupported(
             pack.name,
-            f"what transformers calls the modules of {model_type} is not known here. PEFT export "
+            f"transformers' names of the modules of {model_type} are not known. PEFT export "
             f"knows {', '.join((*_SAME_NAMES, *VISION_FAMILIES))}.",
         )
 

@@ -204,7 +204,7 @@ def prompt_and_completion(
 
     if _begins_with(completion[0].message["content"], prompt[-1].message["content"]):
         raise row.error(
-            f"'{column}' begins with the text of the prompt, which would be in the example twice. "
+            f"'{column}' starts with the text of the prompt, which would be in the example twice. "
             "Remove it there, or use examples with 'text'.",
             "wrong type",
         )

@@ -452,7 +452,7 @@ class Encoder:
             raise PackError(
                 f"{self.rows.where(row)}: token {max(tokens)} is beyond the base's vocabulary of "
                 f"{vocab_size}: the tokenizer belongs to another base. Put the tokenizer files of "
-                "this one beside its weights.",
+                "this one next to its weights.",
                 "mismatch",
             )
 

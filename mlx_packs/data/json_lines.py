@@ -293,7 +293,7 @@ def _cells(file: Path, delimiters: str) -> Iterator[tuple[int, list[str]]]:
             line = reader.line_num + 1
     except csv.Error as error:
         fault = (
-            f"the row that begins here cannot be read to its end ({error}). A cell that begins "
+            f"the row that starts here cannot be read to its end ({error}). A cell that starts "
             "with a quote must end with one; double the quotes within it."
         )
         raise file_error(f"{file}:{line}", fault) from None

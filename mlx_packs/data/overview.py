@@ -308,7 +308,7 @@ def _lines(rows: Rows) -> Iterator[bytes]:
             if isinstance(value, Mapping) and images_key(row):
                 raise PackError(
                     f"--out: rows with images are not written ({row.where}). Leave it out, and "
-                    "write them beside their images yourself.",
+                    "write them next to their images yourself.",
                     "unsupported",
                     "out",
                 )

@@ -116,7 +116,7 @@ def answer_tokens(tokenizer: Any) -> tuple[int, int]:
     yes, no = (tokenizer.encode(word, add_special_tokens=False)[:1] for word in ("yes", "no"))
     if not yes or not no or yes == no:
         raise PackError(
-            "--task rerank: this base's tokenizer begins 'yes' and 'no' with the same token, so "
+            "--task rerank: this base's tokenizer starts 'yes' and 'no' with the same token, so "
             "their logits say nothing. Train another base.",
             "unsupported",
         )

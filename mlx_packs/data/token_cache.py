@@ -307,7 +307,7 @@ class _Worker:
         reason = f"by {Signals(-code).name}" if code < 0 else f"with code {code}: {last:.200}"
         raise PackError(
             f"--num-proc: a process that tokenizes ended {reason}. Start again, with a smaller "
-            "--num-proc if memory was short; what is done is not tokenized again.",
+            "--num-proc if memory was short; examples that are done are not tokenized again.",
             "interrupted",
         )
 

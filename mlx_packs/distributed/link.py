@@ -274,7 +274,7 @@ def _call(here: Launched, report: Mapping[str, Any]) -> socket.socket:
         peer.sendall(json.dumps(report).encode() + b"\n")
         answer = _read_line(peer)
     except (OSError, ValueError):
-        answer = {"fault": "rank 0 has ended before the run began."}
+        answer = {"fault": "rank 0 has ended before the run started."}
 
     if answer["fault"]:
         peer.close()

@@ -182,8 +182,8 @@ class LoftQ(LoRA):
         modules = base.model.modules()
         if not any(isinstance(module, QUANTIZED) for module in modules):
             raise PackError(
-                f"--method loftq: {base.name} is not quantized, so nothing is lost that it could "
-                "begin with. Pass --quantize nf4 or affine4, or take --method pissa or lora.",
+                f"--method loftq: {base.name} is not quantized, so no loss is there to start "
+                "from. Pass --quantize nf4 or affine4, or use --method pissa or lora.",
                 "conflict",
             )
 

@@ -162,7 +162,7 @@ def _check_tokens(base: "BaseModel", prompt: Sequence[int]) -> None:
         raise PackError(
             f"{base.name}: token {max(prompt)} of the prompt is beyond the base's vocabulary of "
             f"{base.vocab_size}: the tokenizer belongs to another base. Put the tokenizer files of "
-            "this one beside its weights.",
+            "this one next to its weights.",
             "mismatch",
         )
 
@@ -175,7 +175,7 @@ def check_end(prompt: Sequence[int]) -> None:
     if min(prompt[-2:]) < 0:
         raise PackError(
             "the prompt ends with an image, which no text follows. Ask a question after it, or use "
-            "a chat template that begins an answer.",
+            "a chat template that starts an answer.",
             "data",
         )
 

@@ -230,7 +230,7 @@ class LayerTrainer:
                 "loss", f"must be a function of the arrays that follow it, but is a {kind}."
             )
         if not arrays:
-            raise wrong("arrays", "there are none. Pass those of a batch.")
+            raise wrong("arrays", "there are none. Pass the arrays of a batch.")
 
         batch = tuple(mx.array(a) for a in arrays)
         return self._step(self._graphs.graph(loss, user_loss(loss), batch), batch, 1.0)

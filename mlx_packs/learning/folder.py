@@ -32,7 +32,7 @@ _FORMAT = "mlx_packs learning 1"
 _VERSION = re.compile(r"[0-9]{4}")
 _LONGEST = 64  # characters of the file `current`
 _TEXT = """\
-What is kept here
+Kept here
 
 A server of mlx-packs that was started with --learn writes this folder. It keeps an answer only if
 somebody rates or corrects it, with the conversation up to it, the rating or the correction, tools
@@ -44,7 +44,7 @@ dpo.jsonl    corrected answers, each with its correction
 chat.jsonl   corrections, and answers that were rated up
 versions     packs that `packs learn` trained on these rows
 candidate    the pack that it trained last, unless that became a version
-current      the number of the version that is served; 0 is what the server began with
+current      the number of the version that is served; 0 is the model that the server started with
 
 To forget an answer, remove its line from each of the .jsonl files, while the server runs, too, the
 folder candidate, and the versions that were trained on it, after `packs learn DIR --use` with the
@@ -120,7 +120,7 @@ class LearningFolder:
         texts = [facts.get(name) for name in kinds if name != "pack"]
 
         if stated != _FORMAT or not all(isinstance(text, str) for text in texts):
-            text = f"{file}: is not that of a folder of --learn ({_FORMAT})."
+            text = f"{file}: belongs to no folder of --learn ({_FORMAT})."
             raise PackError(text, "unreadable")
         return cls(path, **{name: facts.get(name) for name in kinds})
 

@@ -180,7 +180,7 @@ def _mixture(config: Mapping) -> tuple[int, ...]:
     if not config.get("num_experts"):
         return ()
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) > 1:
-        raise PackError("no plan for a mixture of experts in some blocks alone.", "unsupported")
+        raise PackError("no plan for a mixture of experts in only some blocks.", "unsupported")
 
     return config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"]
 

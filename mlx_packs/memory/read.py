@@ -97,7 +97,7 @@ def _config_of_dense(file: Path) -> dict:
     config = read_config(file)
     if config.get("quantization_config", config.get("quantization")):
         raise PackError(
-            f"{file}: is alone and does not say how each weight is quantized. A plan "
+            f"{file}: is the only file and does not say how each weight is quantized. A plan "
             "needs the headers of model*.safetensors too.",
             "not-found",
         )

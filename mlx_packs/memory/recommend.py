@@ -489,8 +489,8 @@ def _full_option(request: PlanRequest) -> PlanOption:
 
     each = (4 * 2 * plan.adapter_weights + plan.optimizer) / plan.adapter_weights
     why = (
-        f"the baseline: {each:.3g} bytes a trainable weight (float32 weights, gradients, "
-        f"{train.optimizer}) beside the base's own, float32 activations of batch {train.batch_size}"
+        f"the baseline: {each:.3g} bytes per trainable weight (float32 weights, "
+        f"gradients, {train.optimizer}), and float32 activations of batch {train.batch_size}"
     )
 
     return PlanOption("full", "none", layers, train, plan, verdict(plan, request.memory), why)

@@ -49,7 +49,7 @@ def _how_read(blocks: BlocksOnDisk) -> str:
 
     line = f"each of its {blocks.micro_batches} micro-batches reads the blocks"
     if blocks.together_bytes is not None:
-        line += f", as to pass them together takes {size(blocks.together_bytes)} more memory"
+        line += f", as to pass them together uses {size(blocks.together_bytes)} more memory"
     return line
 
 

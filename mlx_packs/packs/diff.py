@@ -212,7 +212,7 @@ def lines(report: dict) -> list[str]:
         table += _fact_lines(key, fact)
 
     if not report["same_base"]:
-        table.append("note    other bases: distances are of the deltas alone")
+        table.append("note    other bases: distances are only of the deltas")
     if report["shared"]["adapters"]["same"]:  # to the byte
         return table
 

@@ -103,7 +103,7 @@ class AccessGuard:
         if "[" in host:  # an IPv6 address
             name = host[: host.find("]") + 1].strip("[]")
         if is_loopback(self._settings.host) and not is_loopback(name):
-            return failure(403, f"Host '{host:.80}': this server answers to this machine alone.")
+            return failure(403, f"Host '{host:.80}': this server answers only this machine.")
 
         secret, reason = self._secret(method, path)
 

@@ -213,7 +213,7 @@ def read_images(worker: TextWorker, body: ChatBody, allow_urls: bool, deadline: 
         text = f"have {len(sources)} images, but {MOST_IMAGES} is the most. Send fewer."
         raise field_error("messages", text)
     if images.nbytes > _MOST_BYTES:
-        raise PackError("The images that wait take too much memory. Try again later.", "busy")
+        raise PackError("The images that wait need too much memory. Try again later.", "busy")
 
     read = []
     for place, source in sources.items():

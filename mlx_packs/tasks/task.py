@@ -401,7 +401,7 @@ def _teacher_line(report: Mapping, teacher: Mapping) -> str:
     before, after = (max(0.0, report[f"teacher_loss_{when}"]) for when in ("before", "after"))
     return (
         f"teacher {teacher['loss']} from {teacher['teacher']} {before:.4f} → {after:.4f} nats "
-        f"a token, by its {teacher['top_k']:,} most likely tokens"
+        f"per token, by its {teacher['top_k']:,} most likely tokens"
     )
 
 

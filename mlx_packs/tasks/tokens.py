@@ -308,11 +308,11 @@ def what_shares(trees: TreePlan | GroupPlan, facts: Mapping) -> str:
     elif trees.common is not None:
         what = "both examples of a row"
     if trees.root:
-        what += f", {trees.root:,} of them every example"
+        what += f", {trees.root:,} of them to every example"
     return what
 
 
 def show_shared(facts: Mapping, what: str, display: Display) -> None:
-    """Show how many tokens begin ``what``, and what that saves, by the facts of a report."""
-    tokens = f"{facts['tokens']:,.0f} tokens on average begin {what}"
+    """Show how many tokens are common to ``what``, and what that saves, by the facts of a report."""
+    tokens = f"{facts['tokens']:,.0f} tokens on average are common to {what}"
     display.line("prefix", f"{tokens}: computed once, {facts['saved']:.0%} of all inputs saved")

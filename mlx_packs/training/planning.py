@@ -116,7 +116,7 @@ def choose_path(
     if run.place.resume and not run.place.overflow:  # in another dtype, others may be faster
         resumed = run.files.matmul_path()
         if resumed in (plans or MATMUL_PATHS):
-            return MatmulPathChoice(resumed, {}, "as the run began")
+            return MatmulPathChoice(resumed, {}, "as at the start of the run")
 
     choice = None
     with run.display.working("path", "measuring how frozen weights are used fastest"):

@@ -108,7 +108,7 @@ def check_ranks(train: TrainConfig) -> None:
         )
     generating = [task for task in train.tasks if TASKS[task].generates]
     if size > 1 and generating:
-        text = f"--task {generating[0]}: trains on one machine alone."
+        text = f"--task {generating[0]}: trains only on one machine."
         raise PackError(text, "unsupported", "task")
 
 

@@ -236,7 +236,7 @@ class RunFolder:
         if not version or not all(isinstance(identity.get(k), kind) for k, kind in kinds.items()):
             needed = f"format '{_RUN_FORMAT}{RUN_FORMAT_VERSION}', recipe, base, data"
             raise PackError(
-                f"{file}: is not that of a run (it needs {needed}). {self._without_identity()}",
+                f"{file}: belongs to no run (it needs {needed}). {self._without_identity()}",
                 "unreadable",
             )
         return identity

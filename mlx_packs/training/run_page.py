@@ -256,7 +256,7 @@ def run_stage(run: Path, identity: Mapping) -> Page:
         total = f" of {number(recipe.get('iters')) or 0:,.0f}"
     status = f"Not finished: the last entry is of batch {done:,}{total}"
     if read_report(run) is not None:
-        status = "The pack of this run is not beside it"
+        status = "The pack of this run is not next to it"
     return Page(title="", status=status)
 
 

@@ -248,7 +248,7 @@ def notes_on_rates(settings: RunSettings) -> Iterator[str]:
     if OPTIMIZERS[train.optimizer].corrects_bias and not train.bias_correction:
         yield (
             f"{train.optimizer} without bias correction, as mlx-lm trains: the first updates are "
-            "up to 6 times as large as in PEFT and TRL at the same learning rate "
+            "up to 6x larger than in PEFT and TRL at the same learning rate "
             "(--bias-correction)"
         )
 

@@ -74,7 +74,7 @@ def test_what_every_example_begins_with_is_shown(here, run, report_of):
     common = report_of("d")["splits"]["train"]["common"]
     assert common >= 16
     shown = run("data", "d", "--samples", 0)[1]
-    assert shown.count(f"{common} tokens begin every example, ") == 2
+    assert shown.count(f"every example starts with the same {common} tokens, ") == 2
 
 
 def test_the_share_of_a_common_beginning_leaves_out_bad_rows(here, run):
@@ -82,7 +82,7 @@ def test_the_share_of_a_common_beginning_leaves_out_bad_rows(here, run):
     write_rows(here / "d", train=[row] * 3 + [{"messages": 5}] * 9, valid=[row])
     out = run("data", "d", "--samples", 0)[1]
     longest = int(re.search(r"longest (\d+)", out)[1])
-    assert f"{longest - 1} tokens begin every example, {(longest - 1) / longest:.0%} of all" in out
+    assert f"the same {longest - 1} tokens, {(longest - 1) / longest:.0%} of all" in out
 
 
 def write_bad(folder: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_text_that_repeats_its_prompt_is_rejected(tokenizer):
         ({"prompt": [USER], "completion": twice}, "lm", "completion"),
         ({"prompt": USER["content"], "completion": twice, "label": False}, "kto", "completion"),
     ):
-        with raises("data", None, f"f:1: '{column}' begins with the text of the prompt"):
+        with raises("data", None, f"f:1: '{column}' starts with the text of the prompt"):
             rendered(tokenizer, row, task)
     for answer in ("It rains a lot", "It rains a lot."):  # which is no prompt repeated
         _, targets = rendered(tokenizer, {"prompt": "It rains a lot", "completion": answer})

@@ -24,7 +24,7 @@ def test_a_plan_says_what_a_step_reads_and_whether_micro_batches_read_together()
     several = replace(BLOCKS, micro_batches=4, together_bytes=50_000_000)
     line = disk.plan_line(several)
     assert "a step reads 28.8 GB, " in line
-    assert "4 micro-batches reads the blocks, as to pass them together takes 50.0 MB" in line
+    assert "4 micro-batches reads the blocks, as to pass them together uses 50.0 MB" in line
     line = disk.plan_line(replace(several, together=True))
     assert "a step reads 7.20 GB, " in line
     assert line.endswith("; its 4 micro-batches pass each block together")

@@ -133,7 +133,7 @@ def test_the_completions_that_are_generated_share_their_prompt(data):
     assert_same(tree[2], rows[2])
     assert tree[3] == rows[3]
 
-    assert "begin the 4 completions of a prompt: computed once, " in sharing_task.lines
+    assert "common to the 4 completions of a prompt: computed once, " in sharing_task.lines
     ((whole,), targets), (passes, same) = (
         each.task.typical_rows(each.data[0]) for each in (task, sharing_task)
     )

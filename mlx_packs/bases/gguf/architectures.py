@@ -199,7 +199,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     name = file.architecture
     if kind == "mmproj" or name == "clip" or "clip.has_vision_encoder" in metadata:
         raise file.fault(
-            "is a vision projector (mmproj), no language model. Name the GGUF beside it.",
+            "is a vision projector (mmproj), no language model. Name the GGUF next to it.",
             "unsupported",
         )
 

@@ -57,8 +57,8 @@ def check_splittable(base: "BaseModel", stages: int) -> None:
     family = base.config["model_type"]
     if family not in SPLITTABLE:
         raise PackError(
-            f"--pipeline: the blocks of {base.name}, a {family}, cannot be split over ranks. Those "
-            f"of {', '.join(SPLITTABLE)} can.",
+            f"--pipeline: the blocks of {base.name}, a {family}, cannot be split over ranks. The "
+            f"families {', '.join(SPLITTABLE)} can.",
             "unsupported",
             "pipeline",
         )
@@ -79,8 +79,8 @@ def check_in_blocks(base: "BaseModel", lora: LoRAConfig) -> None:
     for path, _ in select_targets(base.model, lora.target_modules, lora.num_layers):
         if not path.startswith(prefixes):
             raise PackError(
-                f"--target-modules: {path} is in no block, and --pipeline trains adapters in "
-                "blocks alone. Leave one of them out.",
+                f"--target-modules: {path} is in no block, and --pipeline trains adapters only "
+                "in blocks. Leave one of them out.",
                 "unsupported",
                 "target_modules",
             )

@@ -213,6 +213,6 @@ def _check_finite(loss: mx.array, grads: Grads | None) -> None:
         raise PackError(
             "The loss or its gradient is not finite, and nothing was added to the gradient. Check "
             "weights, advantages and logprobs of the datums. If they are right, the learning rate "
-            "was too high: go on from a saved state.",
+            "was too high: continue from a saved state.",
             "diverged",
         )
