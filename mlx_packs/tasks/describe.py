@@ -244,8 +244,8 @@ def _facts(split: str, look: SplitOverview, max_seq_length: int) -> list[str]:
     if look.common:
         share = look.common * len(look.lengths) / max(1, int(look.lengths.sum()))
         facts.append(
-            f"every example starts with the same {look.common} tokens, {share:.0%} of all: --share-prefix "
-            "computes them once per batch"
+            f"every example starts with the same {look.common} tokens, {share:.0%} of all: "
+            "--share-prefix computes them once per batch"
         )
     if look.near_copies:
         facts.append(f"{look.near_copies:,} of {look.sampled:,} have a near-duplicate in {split}")

@@ -118,7 +118,7 @@ def test_a_tree_has_the_loss_and_gradients_of_its_rows(data, name, changes, on_t
     assert shared.get("groups") == {"documents": 3}.get(name)
     if "task" in changes:  # prompts begin alike, too
         assert shared["root"] >= 16
-        assert f"{shared['root']} of them every example" in task.lines
+        assert f"{shared['root']} of them to every example" in task.lines
 
 
 def test_the_completions_that_are_generated_share_their_prompt(data):
