@@ -313,6 +313,6 @@ def what_shares(trees: TreePlan | GroupPlan, facts: Mapping) -> str:
 
 
 def show_shared(facts: Mapping, what: str, display: Display) -> None:
-    """Show how many tokens are common to ``what``, and the inputs saved, by the facts of a report."""
+    """Show the tokens that are common to ``what``, and the inputs saved, by a report's facts."""
     tokens = f"{facts['tokens']:,.0f} tokens on average are common to {what}"
     display.line("prefix", f"{tokens}: computed once, {facts['saved']:.0%} of all inputs saved")
