@@ -4,10 +4,12 @@
     python -m benchmarks.plan_table --fits
     python -m benchmarks.plan_table --batches
     python -m benchmarks.plan_table --disk
+    python -m benchmarks.plan_table --recipes
 
 `--fits` prints the table of the README: QLoRA on Macs, with the predicted speed of a step
 (`python -m benchmarks graph`). `--batches` prints the table of docs/choose.md: the largest batch of
 QLoRA on each size of Mac. `--disk` prints the table of docs/memory.md: steps with the base on disk.
+`--recipes` prints the table of examples/recipes.
 Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
 those of the published config.json; without one, all of these. The numbers are those of `packs
 plan`, which computes nothing.
@@ -15,10 +17,13 @@ plan`, which computes nothing.
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.nn as nn
 
 from mlx_packs.bases.model_classes import classes_of
+from mlx_packs.config.fields import read_settings
+from mlx_packs.config.recipe import resolve
 from mlx_packs.config.schema import LoRAConfig, TrainConfig
 from mlx_packs.display import size
 from mlx_packs.memory.estimate import estimate
@@ -140,6 +145,46 @@ ON_DISK = {
     "Qwen3-32B": CHOSEN["Qwen3-32B"],
     "Llama-3-70B": CHOSEN["Llama-3-70B"],
 }
+# The same for the recipes of examples/recipes, by the name of the file.
+RECIPES = {
+    "smollm2_1.7b": LLAMA3_8B
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "llama3.2_3b": LLAMA3_8B
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_4b": QWEN3_4B,
+    "mistral_7b": LLAMA3_8B | {"model_type": "mistral", "vocab_size": 32768},
+    "qwen2.5_coder_7b": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
+    "llama3.1_8b": LLAMA3_8B,
+    "qwen3_8b": QWEN3_8B,
+    "qwen3_30b_a3b": ON_DISK["Qwen3-30B-A3B"],
+}
+RECIPE_FILES = Path(__file__).parents[1] / "examples" / "recipes"
 DISK_SHAPES = ((1, 256), (4, 512))
 DISK_CHIPS = {
     "M1": "M1 in float16",
@@ -272,6 +317,25 @@ def print_batches() -> None:
         print("| " + " | ".join([name, *largest_batches(name)]) + " |")
 
 
+def recipe_row(name: str) -> list[str]:
+    """The file, the model, and the peak and smallest Mac of a recipe of `RECIPES`."""
+    recipe = resolve(read_settings(RECIPE_FILES / f"{name}.yaml"), f"{name}.yaml")
+    with assumed_device("gpu"):
+        headers = describe(name, RECIPES[name] | {"torch_dtype": "bfloat16"})
+        ways = {"quantize": "affine4", "matmul_path": "quantized", "recompute": "block"}
+        peak = estimate(headers, recipe.lora, replace(recipe.train, **ways)).peak_bytes
+    link = f"[{name}.yaml]({name}.yaml)"
+    return [link, recipe.model.rpartition("/")[2], smallest_mac(peak)]
+
+
+def print_recipes() -> None:
+    """Print the table of examples/recipes/README.md."""
+    print("| recipe | model | peak → smallest Mac |")
+    print("|---|---|---|")
+    for name in RECIPES:
+        print("| " + " | ".join(recipe_row(name)) + " |")
+
+
 def print_disk() -> None:
     """Print the table of docs/memory.md: seconds of a step, and the share that waits for the disk.
 
@@ -323,7 +387,11 @@ def main() -> None:
     parser.add_argument("--fits", action="store_true", help="the README's table")
     parser.add_argument("--batches", action="store_true", help="the table of docs/choose.md")
     parser.add_argument("--disk", action="store_true", help="the table of docs/memory.md")
+    parser.add_argument("--recipes", action="store_true", help="the table of examples/recipes")
     options = parser.parse_args()
+    if options.recipes:
+        print_recipes()
+        return
     if options.fits:
         print_fits()
         return

@@ -8,9 +8,12 @@ from benchmarks.plan_table import (
     CHIPS,
     CHOSEN,
     FITTED,
+    RECIPE_FILES,
+    RECIPES,
     about,
     fits,
     largest_batches,
+    recipe_row,
     tokens_per_s,
 )
 from mlx_packs.cli.main import COMMANDS
@@ -86,6 +89,15 @@ def test_readme_says_what_fits_as_the_plan_does():
     assert [row[0] for row in rows] == list(FITTED)
     assert [row[1 : -len(CHIPS) - 1] for row in rows] == [fits(name) for name in FITTED], (
         "run python -m benchmarks.plan_table --fits"
+    )
+
+
+def test_recipes_fit_the_macs_of_their_table():
+    """Every file is planned, with its settings, at the size of its model."""
+    assert {file.stem for file in RECIPE_FILES.glob("*.yaml")} == set(RECIPES)
+    rows = table("examples/recipes/README.md", "# Recipes by model")
+    assert rows == [recipe_row(name) for name in RECIPES], (
+        "run python -m benchmarks.plan_table --recipes"
     )
 
 

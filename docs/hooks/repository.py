@@ -23,6 +23,7 @@ PAGES = (
     "examples/README.md",
     "examples/coming_from_mlx_lm.md",
     "examples/embedding.md",
+    "examples/recipes/README.md",
     "kernels/README.md",
     "runbook.md",
 )
