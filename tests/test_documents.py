@@ -12,6 +12,7 @@ import click
 import pytest
 
 import mlx_packs
+from docs.reference.pages import PAGES
 from mlx_packs import train_pack
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import SETTINGS
@@ -105,7 +106,17 @@ def test_own_variables_of_the_environment_are_documented():
 
 def test_python_page_has_every_public_name():
     text = (ROOT / "docs" / "python.md").read_text("utf-8")
-    assert sorted(re.findall(r"^::: mlx_packs\.(\w+)", text, re.M)) == sorted(mlx_packs.__all__)
+    names = re.findall(r"\[`(\w+)`\]\(reference/python\.md#(\w+)\)(?: ·|$)", text, re.M)
+    assert sorted(name for name, _ in names) == sorted(mlx_packs.__all__)
+    assert not [name for name, anchor in names if anchor != name.lower()]
+
+
+def test_the_reference_is_the_text_of_the_program():
+    for name, generate in PAGES.items():
+        stored = (ROOT / "docs" / "reference" / name).read_text("utf-8")
+        assert stored.split("\n", 1)[1].strip() == generate().strip(), (
+            "run python docs/reference/pages.py"
+        )
 
 
 def test_every_page_is_in_the_nav():

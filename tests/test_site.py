@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import mlx_packs
 from mlx_packs.cli.main import COMMANDS
 from mlx_packs.cli.options import SETTINGS
 from tests.helpers.documents import DOCUMENTS, ROOT, parse
@@ -38,10 +39,19 @@ def html(site: Path, page: str) -> str:
 
 def test_pages_have_every_command_option_and_key(site):
     anchors = {
-        "cli.html": [f"packs-{name}" for names in COMMANDS.values() for name in names],
-        "config.html": [*SETTINGS, "phases", "hf_dataset", "optimizer_config", "phases-replay"],
+        "reference/commands.html": [
+            f"packs-{name}" for names in COMMANDS.values() for name in names
+        ],
+        "reference/python.html": [name.lower() for name in mlx_packs.__all__],
+        "reference/settings.html": [
+            *SETTINGS,
+            "phases",
+            "hf_dataset",
+            "optimizer_config",
+            "phases-replay",
+        ],
     }
-    anchors["cli.html"] += [f"train-{name.replace('_', '-')}" for name in SETTINGS]
+    anchors["reference/commands.html"] += [f"train-{name.replace('_', '-')}" for name in SETTINGS]
     for page, names in anchors.items():
         text = html(site, page)
         assert [name for name in names if f'id="{name}"' not in text] == [], page

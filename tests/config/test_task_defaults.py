@@ -10,7 +10,7 @@ from dataclasses import replace
 import click
 import pytest
 
-from docs.hooks.reference import settings as reference
+from docs.reference.pages import settings as reference
 from mlx_packs import Phase, TrainConfig
 from mlx_packs.cli.main import packs
 from mlx_packs.cli.options import HELP_TOPIC, SETTINGS
@@ -53,7 +53,7 @@ def help_of(task: str | None) -> dict[str, str]:
 
 def in_reference() -> dict[str, str]:
     """Return the defaults of the generated reference, by setting."""
-    keys = re.findall(r"^`(\w+)`\{ #(\w+) \}\n:   (.*)$", reference(), re.M)
+    keys = re.findall(r'^- <a id="(\w+)"></a>`(\w+)`: (.*)$', reference(), re.M)
     shown = {}
     for name, _, text in keys:
         default = re.search(r"Default: (.*?)\.(?: Flag:| In files|$)", text)

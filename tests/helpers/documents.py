@@ -18,7 +18,7 @@ DOCUMENTS = sorted(
 )
 # The documents that tell users what to type.
 GUIDES = [d for d in DOCUMENTS if d == "README.md" or d.startswith(("docs/", "examples/"))]
-_GENERATED = re.compile(r"^(<!-- generated: |::: )", re.MULTILINE)
+_GENERATED = re.compile(r"^<!-- generated: ", re.MULTILINE)
 
 
 @dataclass
