@@ -5,17 +5,20 @@
     python -m benchmarks.plan_table --batches
     python -m benchmarks.plan_table --disk
     python -m benchmarks.plan_table --recipes
+    python -m benchmarks.plan_table --calculator > docs/calculator_data.js
 
 `--fits` prints the table of the README: QLoRA on Macs, with the predicted speed of a step
 (`python -m benchmarks graph`). `--batches` prints the table of docs/choose.md: the largest batch of
 QLoRA on each size of Mac. `--disk` prints the table of docs/memory.md: steps with the base on disk.
-`--recipes` prints the table of examples/recipes.
+`--recipes` prints the table of examples/recipes, `--calculator` the data of docs/calculator.md.
 Each base is a folder (its config.json is enough), a hub id, or one of `CONFIGS`, whose sizes are
 those of the published config.json; without one, all of these. The numbers are those of `packs
 plan`, which computes nothing.
 """
 
 import argparse
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +187,19 @@ RECIPES = {
     "qwen3_8b": QWEN3_8B,
     "qwen3_30b_a3b": ON_DISK["Qwen3-30B-A3B"],
 }
+# The same for the memory calculator, and what it offers.
+CALCULATED = CHOSEN | {
+    "Llama-3.2-3B": RECIPES["llama3.2_3b"],
+    "Mistral-7B": RECIPES["mistral_7b"],
+    "Qwen2.5-7B": RECIPES["qwen2.5_coder_7b"],
+    "Qwen3-30B-A3B": RECIPES["qwen3_30b_a3b"],
+}
+OFFERED = {
+    "batch": (1, 2, 4, 8, 16),
+    "tokens": (256, 512, 1024, 2048, 4096, 8192),
+    "rank": (8, 16, 64),
+    "recompute": ("block", "none"),
+}
 RECIPE_FILES = Path(__file__).parents[1] / "examples" / "recipes"
 DISK_SHAPES = ((1, 256), (4, 512))
 DISK_CHIPS = {
@@ -336,6 +352,25 @@ def print_recipes() -> None:
         print("| " + " | ".join(recipe_row(name)) + " |")
 
 
+def calculated(name: str, batch: int, tokens: int, rank: int, recompute: str) -> int:
+    """The planned peak of QLoRA on the GPU of a Mac, in MB."""
+    ways = {"quantize": "affine4", "matmul_path": "quantized", "recompute": recompute}
+    train = TrainConfig(batch_size=batch, max_seq_length=tokens, **ways)
+    with assumed_device("gpu"):
+        headers = describe(name, CALCULATED[name] | {"torch_dtype": "bfloat16"})
+        return round(estimate(headers, LoRAConfig(rank=rank), train).peak_bytes / 1e6)
+
+
+def print_calculator() -> None:
+    """Print the data of docs/calculator.js: peaks in MB by model, in the order of `OFFERED`."""
+    choices = list(itertools.product(*OFFERED.values()))
+    peaks = {name: [calculated(name, *choice) for choice in choices] for name in CALCULATED}
+    macs = {gb: round(metal_share(gb << 30) / (1 + ERROR) / 1e6) for gb in (*MACS_GB, 96, 128)}
+    print("// python -m benchmarks.plan_table --calculator")
+    for name, value in (("OFFERED", OFFERED), ("MACS", macs), ("PEAKS", peaks)):
+        print(f"const {name} = {json.dumps(value, separators=(',', ':'))};")
+
+
 def print_disk() -> None:
     """Print the table of docs/memory.md: seconds of a step, and the share that waits for the disk.
 
@@ -388,7 +423,11 @@ def main() -> None:
     parser.add_argument("--batches", action="store_true", help="the table of docs/choose.md")
     parser.add_argument("--disk", action="store_true", help="the table of docs/memory.md")
     parser.add_argument("--recipes", action="store_true", help="the table of examples/recipes")
+    parser.add_argument("--calculator", action="store_true", help="docs/calculator_data.js")
     options = parser.parse_args()
+    if options.calculator:
+        print_calculator()
+        return
     if options.recipes:
         print_recipes()
         return

@@ -1,16 +1,21 @@
 """Facts that stand in several documents are those of the code: counts, codes, names, defaults."""
 
+import itertools
+import json
 import re
 
 import pytest
 
 from benchmarks.plan_table import (
+    CALCULATED,
     CHIPS,
     CHOSEN,
     FITTED,
+    OFFERED,
     RECIPE_FILES,
     RECIPES,
     about,
+    calculated,
     fits,
     largest_batches,
     recipe_row,
@@ -90,6 +95,31 @@ def test_readme_says_what_fits_as_the_plan_does():
     assert [row[1 : -len(CHIPS) - 1] for row in rows] == [fits(name) for name in FITTED], (
         "run python -m benchmarks.plan_table --fits"
     )
+
+
+@pytest.mark.parametrize("name", ["Qwen3-4B", "Llama-3.2-3B"])
+def test_the_calculator_shows_what_packs_plan_says(name, tmp_path, run):
+    """Every tenth of its figures is the plan's; one is what the command prints."""
+    data = {
+        line.split()[1]: json.loads(line.partition(" = ")[2].rstrip(";"))
+        for line in text("docs/calculator_data.js").splitlines()[1:]
+    }
+    assert data["OFFERED"] == {key: list(values) for key, values in OFFERED.items()}
+    choices = list(itertools.product(*OFFERED.values()))
+    peaks = dict(zip(choices, data["PEAKS"][name], strict=True))
+    assert set(data["PEAKS"]) == set(CALCULATED)
+    for choice in choices[::10]:
+        assert peaks[choice] == calculated(name, *choice), (
+            "run python -m benchmarks.plan_table --calculator"
+        )
+
+    config = CALCULATED[name] | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = "--batch-size 4 --max-seq-length 2048 --rank 16 --recompute block --quantize affine4"
+    where = "--matmul-path quantized --memory 64 --device gpu --json"
+    code, out, _ = run("plan", "--model", tmp_path, *sizes.split(), *where.split())
+    best = json.loads(out)["options"][0]
+    assert code == 0 and round(1000 * best["peak_gb"]) == peaks[4, 2048, 16, "block"]
 
 
 def test_recipes_fit_the_macs_of_their_table():
