@@ -84,7 +84,7 @@ _ELSEWHERE = {
     "packing": "sample_packing",
     "patience": "early_stopping early_stopping_patience",
     "project_name": "wandb_project",
-    "quantize": "load_in_4bit=nf4 load_in_8bit=affine8 qlora=affine4 quantization_bit",
+    "quantize": "load_in_4bit=nf4 load_in_8bit=affine8 qlora=nf4 quantization_bit",
     "rank": "lora_r lora_rank r",
     "report_to": "tensorboard=tensorboard wandb=wandb",
     "resume": "resume_from_checkpoint",

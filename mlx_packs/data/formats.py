@@ -160,8 +160,9 @@ def check_format(
 ) -> None:
     """Raise an error if a row has another format than the row called ``first``."""
     if (other := format_of(row, names, formats)).name != row_format.name:
+        example = first if first != row.where else "the first example"
         raise row.error(
-            f"mixed formats: this example is {other.name}, but {first} is {row_format.name}.",
+            f"mixed formats: this example is {other.name}, but {example} is {row_format.name}.",
             "another format",
         )
 

@@ -347,14 +347,14 @@ def report_html(report: Mapping, title: str) -> str:
 
 
 def all_changes(result: Mapping) -> list[MetricChange]:
-    """Every number before and after, with the share of right answers."""
+    """Every number before and after, the share of right answers first."""
     changes = [*changes_of(result).values()]
     if answers := _mapping(result, "answers"):
         ends = [_mapping(answers, end) for end in ("before", "after")]
         before, after, *errors = (number(end.get(key)) for key in ("share", "se") for end in ends)
         if before is not None and after is not None:
             title = f"Right answers ({text(answers.get('metric'), 40)})"
-            changes.append(MetricChange(Number(title, title, digits=3), before, after, *errors))
+            changes.insert(0, MetricChange(Number(title, title, digits=3), before, after, *errors))
     return changes
 
 
@@ -383,8 +383,6 @@ def figures_of(changes: Sequence[MetricChange], measured: Mapping) -> list[tuple
         first = changes[0]
         ends = (format_number(v, None, first.number.digits) for v in (first.before, first.after))
         figures.append((first.title, " → ".join(ends)))
-        if first.relative is not None:
-            figures.append(("Change", f"{first.relative:+.0%}".replace("-", "−")))
 
     if (seconds := number(measured.get("train_s"))) is not None:
         figures.append(("Training time", clock(seconds)))

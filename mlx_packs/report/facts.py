@@ -57,13 +57,6 @@ class MetricChange:
         before = format_number(self.before, self.before_error, digits)
         return before, format_number(self.after, self.after_error, digits)
 
-    @property
-    def relative(self) -> float | None:
-        """The change as a share of what it was before; None where that was 0."""
-        if not self.before:
-            return None
-        return self.after / self.before - 1
-
 
 @dataclass(frozen=True)
 class SampleTexts:

@@ -362,7 +362,9 @@ def _perplexities(scores: Mapping[str, Score]) -> dict:
 
 def run_lines(report: Mapping) -> list[str]:
     """Return the report of a run for people: whatever it has of what tasks report."""
-    lines = [_done_line(report)]
+    examples = _evaluated(report["held_out"])
+    result = f"held-out {format_change(report)} on {examples}{gates_text(report['gates'])}"
+    lines = [f"done    {result}"]
     if answers := report.get("answers"):
         lines.insert(0, answer_line(answers, f"{report['held_out']['split']} examples"))
     if teacher := report.get("teacher"):
@@ -387,15 +389,6 @@ def run_lines(report: Mapping) -> list[str]:
     return lines + _pack_lines(report, f"packs eval {pack} --data DATA", f"packs inspect {pack}")
 
 
-def _done_line(report: Mapping) -> str:
-    change = format_change(report)
-    if "ppl_before" in report:
-        drop = 1 - report["ppl_after"] / report["ppl_before"]
-        change += f" ({-drop:+.0%})"
-    examples = _evaluated(report["held_out"])
-    return f"done    held-out {change} on {examples}{gates_text(report['gates'])}"
-
-
 def _teacher_line(report: Mapping, teacher: Mapping) -> str:
     # no divergence is negative, but for rounding
     before, after = (max(0.0, report[f"teacher_loss_{when}"]) for when in ("before", "after"))
@@ -406,10 +399,10 @@ def _teacher_line(report: Mapping, teacher: Mapping) -> str:
 
 
 def _sample_lines(sample: Mapping[str, str | None]) -> list[str]:
-    """Return a sample for people, without the wanted answer if the pack gives it."""
-    labels = {"sample": "prompt", "wanted": "wanted", "before": "before", "after": "after"}
+    """Return a sample for people, without the expected answer if the pack gives it."""
+    labels = {"sample": "prompt", "expected": "wanted", "before": "before", "after": "after"}
     if not sample.get("wanted") or sample["wanted"] == sample["after"]:
-        labels.pop("wanted")
+        labels.pop("expected")
 
     if sample.get("before") is None and sample.get("after") is None:  # it was not completed
         return []

@@ -213,7 +213,7 @@ def test_a_manifest_alone_gives_a_page(tmp_path):
 
     page = render(facts)
     assert "bob" not in page and "polyline" in page and "10.00 ± 1.00" in page
-    assert "−50%" in pack._repr_html_() and "<svg" in pack._repr_html_()
+    assert "10.00 → 5.00" in pack._repr_html_() and "<svg" in pack._repr_html_()
 
 
 @pytest.mark.parametrize(
