@@ -217,8 +217,14 @@ def runs_here(document: str) -> bool:
     if document == TUTORIAL:
         return False
     texts = [shlex.join(args).replace(SUBSTITUTED, "tiny") for args in commands(document)]
-    texts.append("\n".join(text for _, text in documents.read(document).blocks("python")))
+    texts.append(python_of(document))
     return not all(not text or ELSEWHERE.search(text) for text in texts)
+
+
+def python_of(document: str) -> str:
+    """The Python of a page, with the bundled model."""
+    blocks = documents.read(document).blocks("python")
+    return "\n".join(text for _, text in blocks).replace(SUBSTITUTED, "tiny")
 
 
 # Even short commands load a model each, and train, merge or evaluate.
@@ -226,14 +232,15 @@ def runs_here(document: str) -> bool:
 def test_commands_and_python_run_on_the_tiny_base(document, material, here, run, monkeypatch):
     monkeypatch.setattr(causal_lm, "MOST_QUESTIONS", 2)
     shutil.copytree(material, here, dirs_exist_ok=True)
-    python = "\n".join(text for _, text in documents.read(document).blocks("python"))
+    python = python_of(document)
     names: dict = {}
     for language, block in documents.read(document).blocks("bash", "yaml", "python"):
         if language == "yaml":
             (here / f"{Path(document).stem}.yaml").write_text(few_batches(block))
         elif language == "python":
             if not ELSEWHERE.search(python):  # later blocks use names of earlier ones
-                exec(compile(few_batches(block), document, "exec"), names)
+                block = few_batches(block.replace(SUBSTITUTED, "tiny"))
+                exec(compile(block, document, "exec"), names)
         else:
             check_commands(block, run)
 
