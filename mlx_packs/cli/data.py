@@ -105,7 +105,7 @@ def data(
     written = None
     if out is not None:
         written = write_splits(report.splits, columns, Path(out), overwrite)
-        lines.append(_written_line(out, written, columns, task))
+        lines.append(_written_line(out, written, columns, model, task))
     print_report(report.to_json() | {"out": out, "written": written}, lines)
     if not wants_json():
         print_masked(report.samples)
@@ -118,9 +118,11 @@ def print_bad(display: Display, bad: Mapping[str, Any]) -> None:
         display.line("bad", f"{bad['where']}: {bad['message']}")
 
 
-def _written_line(out: str, written: dict[str, int], columns: DataConfig, task: str | None) -> str:
+def _written_line(
+    out: str, written: dict[str, int], columns: DataConfig, model: str, task: str | None
+) -> str:
     counts = " · ".join(f"{count:,} {split}" for split, count in written.items())
-    command = ["packs", "train", "--data", out]
+    command = ["packs", "train", "--model", model, "--data", out]
     if task is not None:
         command += ["--task", task]
     for name in columns.changed(COLUMN_SETTINGS):

@@ -34,6 +34,7 @@ class RunOptions(Settings):
         "Base model, as a folder, a GGUF file, a Hugging Face id, a model of Ollama (ollama:NAME), "
         "or 'tiny' (bundled).",
         metavar="MODEL",
+        shown_default="tiny, only for the bundled data",
     )
     out: str | None = _output(
         None,

@@ -315,7 +315,7 @@ def test_the_command_that_trains_names_other_columns(here, run):
     flags = ("--prompt-feature", "prompt", "--completion-feature", "the end")
     write_rows(here, other=[{"prompt": f"say {i}", "the end": "x" * i} for i in range(1, 61)])
     out = run("data", "other.jsonl", "--out", "o", *flags, "--samples", 0)[1]
-    assert "try: packs train --data o --completion-feature 'the end'" in out
+    assert "try: packs train --model tiny --data o --completion-feature 'the end'" in out
 
 
 def test_pairs_are_measured_in_tokens_of_their_longest_text(here, run, report_of):
