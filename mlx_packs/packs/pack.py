@@ -41,7 +41,7 @@ LITE_MB = 10
 
 @dataclass(repr=False)
 class Pack:
-    """A pack: a manifest and the adapters that it describes.
+    """A pack: a manifest and the adapters that it describes. ``Pack(path)`` opens a saved one.
 
     Attributes:
         manifest: The contents of ``pack.json``.
@@ -58,10 +58,11 @@ class Pack:
     examples: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.manifest, Mapping):
+        if isinstance(self.manifest, (str, Path)):
+            vars(self).update(vars(Pack.open(self.manifest)))
+        elif not isinstance(self.manifest, Mapping):
             raise PackError(
-                f"manifest: must be a mapping, but is a {type(self.manifest).__name__}. Use "
-                "Pack.open(path) for a folder.",
+                f"manifest: must be a mapping or a path, but is a {type(self.manifest).__name__}.",
                 flag="manifest",
             )
 

@@ -111,5 +111,7 @@ def test_a_mapping_is_a_configuration(monkeypatch):
 
     with raises("unknown", "prompt", "Did you mean 'prompt_feature'?"):
         mp.train_pack("tiny", "d", columns={"prompt": "q"})
-    with raises("invalid", "manifest", "Pack.open"):
-        mp.Pack("packs/reminders")
+    with raises("invalid", "manifest", "a path"):
+        mp.Pack(3)
+    with raises("not-found", None, "no-pack"):
+        mp.Pack("no-pack")

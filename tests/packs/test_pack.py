@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import mlx_packs as mp
 from mlx_packs import (
     DataConfig,
     LoRAConfig,
@@ -172,6 +173,10 @@ def test_open_names_the_key_of_a_damaged_manifest(pack, change, key):
     edit_manifest(pack, change)
     with raises("unreadable", None, "p/pack.json: ", f"({key} must be "):
         Pack.open("p")
+
+
+def test_a_pack_of_a_path_is_the_one_that_open_returns(full_pack):
+    assert mp.Pack(full_pack) == mp.Pack(str(full_pack)) == Pack.open(full_pack)
 
 
 def test_save_refuses_what_could_not_be_opened(full_pack, tmp_path):
