@@ -80,7 +80,7 @@ def measure(work: Path, count: int, seeds: Sequence[int]) -> dict[str, dict]:
     questions = [question for question, _ in test]
 
     def answers(prompts: list[list[dict]], pack: Path | None = None) -> list[float]:
-        texts = base.generate_batch(prompts, pack, max_tokens=64, temperature=0.0)
+        texts = base.generate_batch(prompts, pack, max_tokens=64, batch_size=32)
         return right(texts, test)
 
     ways: dict[str, dict] = {

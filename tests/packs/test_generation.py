@@ -1,5 +1,6 @@
 """Text in pieces and for many prompts; packs that are attached and detached."""
 
+import mlx.nn as nn
 import pytest
 
 import mlx_packs as mp
@@ -38,6 +39,29 @@ def test_a_stream_that_is_left_early_detaches_its_pack(base, pack):
     assert base.active.pack is pack
     stream.close()
     assert base.active is None
+
+
+def quantized_of(base) -> list[str]:
+    modules = base.model.named_modules()
+    return [name for name, module in modules if isinstance(module, nn.QuantizedLinear)]
+
+
+@pytest.mark.parametrize("way", ["base", "pack", "active"])
+def test_text_is_generated_by_the_fast_path_of_the_device(base, pack, monkeypatch, way):
+    """Also with a pack that was attached; afterwards all is as before."""
+    monkeypatch.setattr("mlx_packs.memory.matmul_path.generation_path", lambda model: "dense")
+    if way == "active":
+        base.attach(pack)
+    before, active = quantized_of(base), base.active
+    stream = base.stream(PROMPT, pack if way == "pack" else None, max_tokens=4)
+    next(stream)
+    assert before and not quantized_of(base)
+    stream.close()
+    base.generate_batch(PROMPTS, max_tokens=2)
+    assert quantized_of(base) == before and (base.active and base.active.pack) == (
+        active and active.pack
+    )
+    base.detach()
 
 
 def test_a_batch_has_the_texts_of_single_prompts(base, pack):
