@@ -1,7 +1,7 @@
 """Fine-tune LLMs with LoRA and QLoRA on MLX; each run produces a pack.
 
     import mlx_packs as mp
-    base = mp.load_base("mlx-community/Qwen3-4B-4bit")
+    base = mp.load_base("mlx-community/Qwen3-4B-Instruct-2507-4bit")
     run = mp.train_pack(base, data="data/", lora=mp.LoRAConfig(rank=16))
 
 The public names are listed in ``__init__.pyi``, one import per line. Each loads when it is first

@@ -32,7 +32,7 @@ ELSEWHERE = re.compile(
     r"|--launch-agent|--fim-rate"
     r"|packs/(pairs|charts)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|chat|doctor|eval-tasks|init|learn|pull|push|serve|studio)\b"
 )
-SUBSTITUTED = "mlx-community/Qwen3-4B-4bit"  # by the bundled model
+SUBSTITUTED = "mlx-community/Qwen3-4B-Instruct-2507-4bit"  # by the bundled model
 # Its commands need a real model; tests/test_tutorial.py runs them.
 TUTORIAL = "docs/tutorial.md"
 # Pages that name files of the repository.

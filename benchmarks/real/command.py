@@ -114,7 +114,9 @@ def run_training(name: str, options: argparse.Namespace) -> None:
     """Train SmolLM2 on a data set by each trainer and seed; print, draw and record."""
     part, model, work = part_of(name, options), files.smollm2(), options.work
     size = f"{part.batch_size}x{part.steps}, {part.rows} rows"
-    names = [*trainers.TRAINERS, *(trainers.SHARED_TRAINERS if part.beginning else ())]
+    # banking77's rows share the beginning that the chat template writes
+    shares = part.beginning or name == "banking77"
+    names = [*trainers.TRAINERS, *(trainers.SHARED_TRAINERS if shares else ())]
     chosen = [n for n in names if not options.only or n in options.only]
     jobs.write_dense(model, work / "dense")
     results = Results(work)

@@ -6,7 +6,7 @@ train
   Fine-tune the bundled model on the bundled data:
     packs train
   Fine-tune a 4-bit model on the examples in ./data:
-    packs train --model mlx-community/Qwen3-4B-4bit --data data --out packs/tickets
+    packs train --model mlx-community/Qwen3-4B-Instruct-2507-4bit --data data --out packs/tickets
   Continue that run after an interruption:
     packs train --out packs/tickets --resume
 
@@ -14,7 +14,7 @@ init
   Answer a few questions, and get a recipe:
     packs init
   Write one for a Mac with 16 GB:
-    packs init --model mlx-community/Qwen3-4B-4bit --data data --memory 16GB --out mac.yaml
+    packs init --model mlx-community/Qwen3-4B-Instruct-2507-4bit --data data --memory 16GB --out mac.yaml
 
 sweep
   Train and compare the trials of a recipe with a section sweep:
@@ -40,17 +40,17 @@ data
 
 plan
   Estimate the memory of a run on a Mac with 16 GB:
-    packs plan --model mlx-community/Qwen3-4B-4bit --memory 16GB
+    packs plan --model mlx-community/Qwen3-4B-Instruct-2507-4bit --memory 16GB
   List settings with which a run fits into 10 GB, whatever else the machine does:
     packs plan --model mlx-community/Qwen3-8B-4bit --budget 10GB
   Compare two models:
-    packs plan --model mlx-community/Qwen3-4B-4bit --model mlx-community/Qwen3-8B-4bit
+    packs plan --model mlx-community/Qwen3-4B-Instruct-2507-4bit --model mlx-community/Qwen3-8B-4bit
 
 bench
   Time training steps of the bundled model, alongside mlx-lm's:
     packs bench
   Time a larger model in at most 20 minutes:
-    packs bench --model mlx-community/Qwen3-4B-4bit --minutes 20
+    packs bench --model mlx-community/Qwen3-4B-Instruct-2507-4bit --minutes 20
   Time one shape of a batch, 4 examples of 512 tokens:
     packs bench --shapes 4x512
 
@@ -140,7 +140,7 @@ pull
 
 merge
   Merge a pack into its base model:
-    packs merge packs/tickets --model mlx-community/Qwen3-4B-4bit --out models/tickets
+    packs merge packs/tickets --model mlx-community/Qwen3-4B-Instruct-2507-4bit --out models/tickets
   Merge it and quantize the result to 4 bits again:
     packs merge packs/tickets --out models/tickets-4bit --requantize affine4
 
@@ -166,7 +166,7 @@ export
 
 import
   Make a pack of an adapter of PEFT:
-    packs import their-adapter --model mlx-community/Qwen3-4B-4bit --out packs/theirs
+    packs import their-adapter --model mlx-community/Qwen3-4B-Instruct-2507-4bit --out packs/theirs
 
 serve
   Serve one pack and the base model:

@@ -449,7 +449,7 @@ DECODER_TASKS = tuple(
 MODELS = {
     "mlx-community/Qwen3-0.6B-4bit": 8,
     "mlx-community/Qwen3-1.7B-4bit": 8,
-    "mlx-community/Qwen3-4B-4bit": 8,
+    "mlx-community/Qwen3-4B-Instruct-2507-4bit": 8,
     "mlx-community/Qwen3-8B-4bit": 16,
     "mlx-community/Qwen3-14B-4bit": 24,
 }

@@ -121,7 +121,7 @@ def train(
 ) -> TrainRun:
     """Train a pack with settings by name, as ``packs train`` does, and save it.
 
-        run = mp.train("mlx-community/Qwen3-4B-4bit", "tickets/", epochs=3, rank=16)
+        run = mp.train("mlx-community/Qwen3-4B-Instruct-2507-4bit", "tickets/", epochs=3, rank=16)
 
     Args:
         model: A loaded base model, or a name as in `load_base`.

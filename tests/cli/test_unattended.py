@@ -13,7 +13,7 @@ from tests.helpers import documents
 from tests.helpers.rows import CHATS, write_rows
 
 TESTS = Path(__file__).parent
-MODEL = "mlx-community/Qwen3-4B-4bit"
+MODEL = "mlx-community/Qwen3-4B-Instruct-2507-4bit"
 LINES = next(text for _, text in documents.read("docs/runs.md").blocks("sh") if "while" in text)
 SETTINGS = (
     "--matmul-path dense --rank 2 --num-layers 1 --batch-size 2 --max-seq-length 64 --iters 10 "

@@ -175,7 +175,7 @@ def test_a_path_is_shown_by_its_last_part():
         "../up/d": "d",
         "C:\\Users\\bob\\d": "d",
         "a/b/c": "c",
-        "mlx-community/Qwen3-4B-4bit": "mlx-community/Qwen3-4B-4bit",
+        "mlx-community/Qwen3-4B-Instruct-2507-4bit": "mlx-community/Qwen3-4B-Instruct-2507-4bit",
         "tiny": "tiny",
     }
     assert {path: name_alone(path) for path in paths} == paths
