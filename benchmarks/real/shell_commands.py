@@ -63,17 +63,17 @@ def right(answers: Sequence[str], test: Pairs) -> list[float]:
     ]
 
 
-def trained(base: Base, train: Pairs, seed: int, out: Path) -> tuple[Path, float]:
-    """Train a pack on pages drawn by a seed; its folder, and the minutes that it took."""
-    order = np.random.default_rng(seed).permutation(len(train))[: TRAIN.iters * TRAIN.batch_size]
-    rows = [{"prompt": train[i][0], "completion": train[i][1]} for i in order]
+def trained(base: Base, train: Pairs, config: TrainConfig, out: Path) -> tuple[Path, float]:
+    """Train a pack on pages drawn by its seed; its folder, and the minutes that it took."""
+    order = np.random.default_rng(config.seed).permutation(len(train))
+    pages = [train[i] for i in order[: config.iters * config.batch_size]]
+    rows = [{"prompt": question, "completion": answer} for question, answer in pages]
     start = time.perf_counter()
-    config = replace(TRAIN, seed=seed)
     run = train_pack(base, rows, LoRAConfig(rank=16), config, out, overwrite=True)
     return run.pack.path, (time.perf_counter() - start) / 60
 
 
-def measure(work: Path, count: int, seeds: Sequence[int]) -> dict[str, dict]:
+def measure(work: Path, count: int, seeds: Sequence[int], config: TrainConfig) -> dict[str, dict]:
     """Return the right answers of each way, as a list for each seed, and minutes of training."""
     base = load_base(files.qwen())
     train, test = pairs("train"), pairs("test")[:count]
@@ -92,7 +92,7 @@ def measure(work: Path, count: int, seeds: Sequence[int]) -> dict[str, dict]:
     }
     after: dict[str, list] = {"right": [], "minutes": []}
     for seed in seeds:
-        pack, minutes = trained(base, train, seed, work / f"commands-{seed}")
+        pack, minutes = trained(base, train, replace(config, seed=seed), work / f"commands-{seed}")
         after["right"].append(answers([[{"role": "user", "content": q}] for q in questions], pack))
         after["minutes"].append(minutes)
         (work / "shell_commands.json").write_text(json.dumps({**ways, "trained": after}))
@@ -121,12 +121,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=100, metavar="N", help="unseen pages [100]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
     history.add_option(parser)
+    parser.add_argument("--iters", type=int, default=TRAIN.iters, metavar="N", help="batches [40]")
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
 
     here = Environment.here()
-    results = measure(options.work, options.rows, options.seeds)
-    shape = f"{TRAIN.iters} x {TRAIN.batch_size}, {options.rows} unseen pages, rank 16"
+    config = replace(TRAIN, iters=options.iters)
+    results = measure(options.work, options.rows, options.seeds, config)
+    shape = f"{config.iters} x {config.batch_size}, {options.rows} unseen pages, rank 16"
     history.append(rows(results, here, shape), options.history)
 
 

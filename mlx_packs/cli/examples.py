@@ -14,7 +14,7 @@ init
   Answer a few questions, and get a recipe:
     packs init
   Write one for a Mac with 16 GB:
-    packs init --model mlx-community/Qwen3-4B-Instruct-2507-4bit --data data --memory 16GB --out mac.yaml
+    packs init --model mlx-community/Qwen3-4B-Instruct-2507-4bit --data data --memory 16GB
 
 sweep
   Train and compare the trials of a recipe with a section sweep:
