@@ -9,6 +9,7 @@ from typing import Any, Self
 import mlx.nn as nn
 
 from ..config.choices import architecture_of
+from ..errors import Float16Overflow
 from ..runtime import mx
 from .files import (
     K_QUANTS,
@@ -23,6 +24,7 @@ from .tokenizer import with_template
 
 Source = str | list[str]  # one tensor, or the experts' tensors that are stacked, in their order
 
+_PROBED = 512  # tokens, of the check of a forward pass
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
@@ -155,3 +157,12 @@ def _gguf_line(errors: Mapping[str, Mapping | None], scales: str) -> str:
         elif error[scales]:
             parts.append(f"{kind} {100 * error[scales]:.2g} %")
     return ", ".join(parts)
+
+
+def check_forward(base: BaseModel, tokens: list[int]) -> None:
+    """Raise Float16Overflow if a base computes in float16 and its logits are not finite."""
+    if base.compute_dtype != "float16":
+        return
+    logits = base.model(mx.array([tokens[:_PROBED]]))
+    if not mx.isfinite(logits).all().item():
+        raise Float16Overflow("the forward pass overflows")

@@ -10,6 +10,7 @@ from time import monotonic
 
 from .. import chips, macos, measurements
 from ..bases.files import TINY, check_files, resolve_checkpoint
+from ..bases.model import check_forward
 from ..bases.precision import choose_compute_dtype
 from ..display import Display
 from ..errors import Float16Overflow
@@ -17,7 +18,7 @@ from ..files import CACHE_VARIABLE, cache_folder
 from ..memory.step_time import remember_steps
 from ..ops._backend import Instance
 from ..ops.diagnostics import examine_all
-from ..packs.base import Base, check_forward, load_base
+from ..packs.base import Base, load_base
 from ..runtime import on_cpu
 from .steps import Contest, Shape, StepComparison, compare_steps, contest
 

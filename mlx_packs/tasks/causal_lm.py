@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import runtime
 from ..adapters.trainable import Trainable
+from ..bases.model import check_forward
 from ..config.choices import ANSWER_METRICS, answer_metric_of
 from ..config.data import MOST_QUESTIONS, DataConfig, metric_of
 from ..config.lora import LoRAConfig
@@ -30,7 +31,7 @@ from ..objectives.causal_lm import CausalLM, Head, LossOptions, Preparation, spl
 from ..objectives.frozen_activations import FrozenActivations, open_frozen_activations
 from ..objectives.objective import Objective
 from ..objectives.score import Score
-from ..packs.base import Base, check_forward
+from ..packs.base import Base
 from ..packs.pack import Pack
 from .phases import PhaseData, RunPhase
 from .sample_prompt import SAMPLE_TOKENS, SamplePrompt, followed_rows, stored_sample

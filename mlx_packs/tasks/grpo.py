@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..bases.model import check_forward
 from ..bases.tokenizer import split_thoughts
 from ..config.data import FOLLOWED, DataConfig
 from ..config.functions import FUNCTION, function_error, load_function, names_function, raised
@@ -39,7 +40,7 @@ from ..objectives.causal_lm import split_head
 from ..objectives.grpo import GRPO
 from ..objectives.objective import Objective
 from ..objectives.score import REWARD, Score
-from ..packs.base import Base, check_forward
+from ..packs.base import Base
 from .completions import (
     MOST_AT_ONCE,
     TokenSampler,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ..bases.model import check_forward
 from ..config.choices import TASKS
 from ..config.data import DataConfig
 from ..data.dataset import Dataset, Layout
@@ -25,7 +26,7 @@ from ..objectives.causal_lm import split_head
 from ..objectives.objective import Inputs, Objective
 from ..objectives.preference import PreferenceObjective, completion_sums, loss_of
 from ..objectives.reference import Reference
-from ..packs.base import Base, check_forward
+from ..packs.base import Base
 from ..runtime import mx
 from .phases import PhaseData, RunPhase, encode_each
 from .sample_prompt import SamplePrompt, followed_rows, stored_sample

@@ -154,7 +154,7 @@ def test_load_base_missing_hub_id_says_what_to_do_at_once(hub_cache, no_network,
 @pytest.mark.parametrize(
     ("name", "code", "part"),
     [
-        ("Qwen3-4B-4bit", "not-found", "'mlx-community/Qwen3-4B-Instruct-2507-4bit'"),
+        ("Qwen3-4B-4bit", "not-found", "'mlx-community/Qwen3-4B-4bit'"),
         ("a/b/c", "not-found", "owner/name"),
         ("x" * 300, "not-found", "owner/name"),
         ("", "invalid", "'tiny'"),

@@ -203,7 +203,10 @@ def test_names_and_paths_in_texts_are_replaced(monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/Users/anna.b"))
     text = "RuntimeError: /Users/anna.b/x/kernel.metal:3: Anna's file ~/models/qwen on annas-mac"
     assert record.anonymous(text) == "RuntimeError: (path):3: (name)'s file (path) on (name)"
-    assert record.anonymous("mlx-community/Qwen3-4B-Instruct-2507-4bit") == "mlx-community/Qwen3-4B-Instruct-2507-4bit"
+    assert (
+        record.anonymous("mlx-community/Qwen3-4B-Instruct-2507-4bit")
+        == "mlx-community/Qwen3-4B-Instruct-2507-4bit"
+    )
     assert record.anonymous("hannah at 3 GB/s") == "hannah at 3 GB/s"
 
 
