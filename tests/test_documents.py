@@ -30,7 +30,7 @@ from tests.helpers.variants import nightly_except
 ELSEWHERE = re.compile(
     r"mlx-community/|Qwen/Qwen3-|--data pairs/ --query|all-MiniLM|some-bf16-checkpoint|base-affine|base-mxfp4|tickets-mxfp4|someones-lora|llama3_8b"
     r"|--launch-agent|--fim-rate"
-    r"|packs/(pairs|charts)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|chat|doctor|eval-tasks|init|learn|pull|push|serve|studio)\b"
+    r"|packs/(pairs|charts|short)\b|--hosts|--model ollama:|--model (M|BASE)\b|\b(me|owner)/|^from openai |^import tinker\b|^report packs/three$|^(bench|chat|doctor|eval-tasks|init|learn|pull|push|serve|studio)\b"
 )
 SUBSTITUTED = "mlx-community/Qwen3-4B-Instruct-2507-4bit"  # by the bundled model
 # Its commands need a real model; tests/test_tutorial.py runs them.
@@ -238,6 +238,8 @@ def test_commands_and_python_run_on_the_tiny_base(document, material, here, run,
         if language == "yaml":
             (here / f"{Path(document).stem}.yaml").write_text(few_batches(block))
         elif language == "python":
+            if file := re.match(r"# (\w+\.py)\n", block):
+                (here / file[1]).write_text(block)
             if not ELSEWHERE.search(python):  # later blocks use names of earlier ones
                 block = few_batches(block.replace(SUBSTITUTED, "tiny"))
                 exec(compile(block, document, "exec"), names)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.arguments import checked_arguments
 from ..config.recipe import DATA_SETTINGS, Recipe, check_method, resolve_new
-from ..data.in_memory import Data, columns_of
+from ..data.in_memory import Data, InMemoryRows, columns_of
 from ..display import hanging, size
 from ..errors import flag_of
 from ..report.text import TextReport
@@ -92,7 +92,8 @@ def plan(
         columns = columns_of(data, recipe.data)
         specified = recipe.specified | {"data"}
         recipe = dataclasses.replace(recipe, data=columns, specified=specified, names_data=True)
-        arguments = ["--data", str(columns.data)]
+        if not isinstance(columns.data, InMemoryRows):
+            arguments = ["--data", str(columns.data)]
 
     limit = total_memory()
     if memory is not None:

@@ -222,6 +222,7 @@ def test_plans_and_descriptions_are_those_of_the_commands(capsys):
     assert plan.peak_gb == shown["options"][0]["peak_gb"]
     in_memory = mp.plan("tiny", ROWS)
     assert f"{len(ROWS) - 1} training examples" in repr(in_memory)
+    assert in_memory.command.endswith(" --data DATA")
 
     described = mp.describe_data("tiny", progress=False)
     shown = printed(capsys, "data tiny")
