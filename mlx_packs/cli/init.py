@@ -75,15 +75,15 @@ def _fitting(
     device = "gpu" if memory else None
     limit, notes = limit_of(memory, None, device)
     try:
-        report, lines, best = planned(None, flags, limit, device=device)
+        plan = planned(None, flags, limit, device=device)
     except PackError as error:
         if error.code != "unsupported":
             raise
         return recipe_of(flags), [f"plan    {error.message}"]
 
-    if not report["fits"]:
+    if not plan.fits:
         raise PackError(f"--model {flags['model']}: cannot be trained in {size(limit)}.", "memory")
-    return best, [*notes, *lines[:-1]]
+    return plan.best, [*notes, *plan.lines()[:-1]]
 
 
 def _answer(flag: str, question: str, default: str | None) -> str:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..config.data import COLUMN_SETTINGS
+from ..config.data import OF_EXAMPLES
 from ..config.fields import facts_of
-from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions
+from ..config.recipe import Recipe
 from ..display import hanging, size
-from ..errors import PackError, flag_of
+from ..errors import PackError
 from ..files import free_bytes
 from . import options
 from .options import option
@@ -21,7 +21,7 @@ from .recipe import Files, read_recipes, recipe_of
 from .topics import TopicCommand
 
 if TYPE_CHECKING:
-    from ..memory.recommend import PlanOption
+    from ..memory.run_plan import RunPlan
 
 _SEARCHED = {
     "batch_size": "{}, less if necessary",
@@ -31,12 +31,11 @@ _SEARCHED = {
     "matmul_path": "all",
     "quantize": "none, nf4 and affine4",
 }
-_OF_EXAMPLES = (*COLUMN_SETTINGS, "on_bad_row")  # without which some data cannot be read
 _SETTINGS = [
     name
     for name, field in options.SETTINGS.items()
     if facts_of(field).memory or facts_of(field).disk or facts_of(field).time
-] + list(_OF_EXAMPLES)
+] + list(OF_EXAMPLES)
 
 
 def _default_text(name: str, *task: str) -> str:
@@ -154,12 +153,13 @@ def plan(
         _print_table(plan_model, models, limit, here, notes)
         return
 
-    report, lines, _ = plan_model(models[0] if models else None)
+    found = plan_model(models[0] if models else None)
+    lines = found.lines()
     before = next(i for i, line in enumerate(lines) if line.startswith("fits "))
     lines[before:before] = notes
-    print_report({**report, "machine": here}, lines)
-    if not report["fits"]:
-        exit_if_failed([f"{report['model']}: no way of training it fits into {size(limit)}"])
+    print_report({**found.report, "machine": here}, lines)
+    if not found.fits:
+        exit_if_failed([f"{found.report['model']}: no way of training it fits into {size(limit)}"])
 
 
 def _print_table(
@@ -172,13 +172,14 @@ def _print_table(
     errors = []
     for name in models:
         try:
-            report, _, best = plan_model(name)
+            planned = plan_model(name)
         except PackError as error:
             errors.append(error)
             reports.append({"model": name, "fits": False, "options": [], **error.to_json()})
             continue
 
-        reports.append(report)
+        reports.append(planned.report)
+        best = planned.best
         kind, path, _, batch, _, peak, fit = best.cells
         rows.append([name.rpartition("/")[2], kind, path, batch, peak, best.run.text(), fit])
         if best.run.low is None:
@@ -236,30 +237,12 @@ def planned(
     device: str | None = None,
     machines: int | None = None,
     verbose: bool = False,
-) -> tuple[dict, list[str], "PlanOption"]:
-    """Return report, lines and best plan of a model; None is the one that the files name."""
-    from ..memory.run_plan import Style, plan_run
+) -> "RunPlan":
+    """Return the plan of a model; None is the one that the files name."""
+    from ..memory.run_plan import Style, example_arguments, plan_run
 
     named = {} if model is None else {"model": model}
     recipe = recipe_of({**flags, **named}, files)
     unflagged = recipe_of({"model": recipe.model}, files)
-    data = _command_arguments(flags, recipe)
-    style = Style(unflagged, data, configs, _width(), verbose)
-    plan = plan_run(recipe, limit, style, device, machines)
-    return plan.report, plan.lines(), plan.best
-
-
-def _command_arguments(flags: Mapping, recipe: Recipe) -> list[str]:
-    """Return the flags of examples and seeds for the suggested command, unless it needs none."""
-    arguments = []
-    if "data" in flags:
-        arguments = ["--data", flags["data"]]
-    elif recipe.model != RunOptions.model and not recipe.specified & {*DATA_SETTINGS, "phases"}:
-        arguments = ["--data", "DATA"]
-    for name in recipe.data.changed(_OF_EXAMPLES):
-        if name in flags:
-            arguments += [flag_of(name), flags[name]]
-
-    if seeds := recipe.run.get("seeds"):
-        arguments += ["--seeds", str(seeds), "--out", "DIR"]
-    return arguments
+    style = Style(unflagged, example_arguments(recipe, flags), configs, _width(), verbose)
+    return plan_run(recipe, limit, style, device, machines)

@@ -192,3 +192,4 @@ def _is_date(text: str) -> bool:
 
 # The settings that name columns of the data.
 COLUMN_SETTINGS = fields_where(DataConfig, column=True)
+OF_EXAMPLES = (*COLUMN_SETTINGS, "on_bad_row")  # without which some data cannot be read

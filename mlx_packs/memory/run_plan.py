@@ -2,17 +2,18 @@
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config.arguments import checked_arguments
-from ..config.recipe import DATA_SETTINGS, Recipe, check_method, resolve_new
+from ..config.data import OF_EXAMPLES
+from ..config.recipe import DATA_SETTINGS, Recipe, RunOptions, check_method, resolve_new
 from ..data.in_memory import Data, InMemoryRows, columns_of
 from ..display import hanging, size
-from ..errors import flag_of
+from ..errors import PackError, flag_of
 from ..report.text import TextReport
 from ..runtime import assumed_device, metal_share, on_cpu, total_memory
 from .pipeline import plan_machines
@@ -85,21 +86,24 @@ def plan(
     Raises:
         PackError: If the model cannot be planned, or a setting is wrong.
     """
+    if device not in (None, "cpu", "gpu"):
+        raise PackError(f"device: must be 'cpu' or 'gpu', but is {device!r}.", "unknown", "device")
+    if device is not None and memory is None:
+        raise PackError("device: needs the memory of that machine.", "conflict", "device")
+
     recipe = resolve_new({**settings, "model": str(model)})
     check_method(recipe)
-    arguments = ["--data", "DATA"]
     if data is not None:
         columns = columns_of(data, recipe.data)
         specified = recipe.specified | {"data"}
         recipe = dataclasses.replace(recipe, data=columns, specified=specified, names_data=True)
-        if not isinstance(columns.data, InMemoryRows):
-            arguments = ["--data", str(columns.data)]
 
     limit = total_memory()
     if memory is not None:
         with assumed_device(device):
             # Macs are sold by GiB
             limit = int(memory * 1e9) if on_cpu() else metal_share(int(memory * 2**30))
+    arguments = example_arguments(recipe, recipe.specified)
     style = Style(resolve_new({"model": str(model)}), arguments)
     return plan_run(recipe, limit, style, device)
 
@@ -121,6 +125,26 @@ class Style:
     configs: Sequence[str] = ()
     width: int = 100
     verbose: bool = False
+
+
+def example_arguments(recipe: Recipe, named: Container[str]) -> list[str]:
+    """Return the arguments of examples and seeds for a command, unless it needs none.
+
+    Only settings that are ``named`` are arguments: files have the others.
+    """
+    arguments = []
+    if "data" in named:
+        in_memory = isinstance(recipe.data.data, InMemoryRows)
+        arguments = ["--data", "DATA" if in_memory else str(recipe.data.data)]
+    elif recipe.model != RunOptions.model and not recipe.specified & {*DATA_SETTINGS, "phases"}:
+        arguments = ["--data", "DATA"]
+    for name in recipe.data.changed(OF_EXAMPLES):
+        if name in named:
+            arguments += [flag_of(name), str(getattr(recipe.data, name))]
+
+    if seeds := recipe.run.get("seeds"):
+        arguments += ["--seeds", str(seeds), "--out", "DIR"]
+    return arguments
 
 
 def plan_run(

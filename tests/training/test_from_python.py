@@ -223,9 +223,20 @@ def test_plans_and_descriptions_are_those_of_the_commands(capsys):
     in_memory = mp.plan("tiny", ROWS)
     assert f"{len(ROWS) - 1} training examples" in repr(in_memory)
     assert in_memory.command.endswith(" --data DATA")
+    questions = [{"q": "a", "completion": "b"}] * 6
+    assert mp.plan("tiny", questions, prompt_feature="q").command.endswith(" --prompt-feature q")
 
     described = mp.describe_data("tiny", progress=False)
     shown = printed(capsys, "data tiny")
     report = json.loads(json.dumps(described.to_json()))
     assert report == {name: shown[name] for name in report}
     assert "<td>2,400 examples · " in described._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [({"device": "mps", "memory": 16}, "unknown"), ({"device": "gpu"}, "conflict")],
+)
+def test_a_plan_for_another_device_names_it_and_its_memory(arguments, code):
+    with raises(code, "device"):
+        mp.plan("tiny", **arguments)
