@@ -74,7 +74,17 @@ class Request:
 
     def with_own_metric(self) -> "Request":
         """Return the request with the function that ``--metric`` names; its file is executed."""
-        return replace(self, metric=self.metric or own_metric_of(self.recipe.train.metric))
+        train = self.recipe.train
+        if self.metric is None:
+            return replace(self, metric=own_metric_of(train.metric))
+
+        if train.metric is not None:
+            text = "is given twice, as a function and as a setting. Leave one of them out."
+            raise PackError(f"metric: {text}", "conflict", "metric")
+        if train.pipeline:
+            text = "a run with --pipeline generates no answers. Leave one of them out."
+            raise PackError(f"metric: {text}", "conflict", "metric")
+        return self
 
     def of_rank(self) -> "Request":
         """Return what this rank is asked for: only the first one prints and reports."""

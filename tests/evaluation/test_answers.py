@@ -248,3 +248,11 @@ def test_a_function_that_cannot_score_is_named(own, metric, code, named):
         with raises(code, "metric", named):
             mp.train("tiny", rows, metric=metric, out="pack")
         assert not (own / "pack-run").exists()
+
+
+@pytest.mark.parametrize("settings", [{"metric": "exact"}, {"pipeline": True}])
+def test_a_function_that_would_not_be_used_is_rejected(own, settings):
+    rows = [chat(f"Say {i}.", str(i)) for i in range(4)]
+    with raises("conflict", "metric"):
+        train_pack("tiny", rows, LORA, {"iters": 1, **settings}, "pack", metric=half)
+    assert not (own / "pack-run").exists()
