@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "mlx_packs"
+OPTIONAL = {"studio"}  # packages that may be deleted: no other needs them
 # Where a string may name a module: tables of names that settings and users select.
 TABLES = {"config/choices.py", "training/observers/__init__.py", "bases/readers.py"}
 # Tables of what a device selects; a closure has all of it.
