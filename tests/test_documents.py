@@ -234,6 +234,7 @@ def test_commands_and_python_run_on_the_tiny_base(document, material, here, run,
     shutil.copytree(material, here, dirs_exist_ok=True)
     python = python_of(document)
     names: dict = {}
+
     for language, block in documents.read(document).blocks("bash", "yaml", "python"):
         if language == "yaml":
             (here / f"{Path(document).stem}.yaml").write_text(few_batches(block))

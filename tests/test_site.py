@@ -51,6 +51,7 @@ def test_pages_have_every_command_option_and_key(site):
             "phases-replay",
         ],
     }
+
     anchors["reference/commands.html"] += [f"train-{name.replace('_', '-')}" for name in SETTINGS]
     for page, names in anchors.items():
         text = html(site, page)

@@ -58,11 +58,13 @@ def _command(command: click.Command, name: str, root: click.Context) -> Iterator
     yield f"### packs {name}\n\n```text\n{usage}\n```\n"
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         yield _prose(paragraph) + "\n"
+
     sections: dict[str, list[str]] = {}
     for param in command.get_params(context):
         if (record := param.get_help_record(context)) and isinstance(param, click.Option):
             written = _option(name, param, *record)
             sections.setdefault(getattr(param, "section", "Output"), []).append(written)
+
     for section in sorted(sections, key=SECTIONS.index):
         if len(sections) > 1:
             yield f"**{section}**\n"
@@ -148,7 +150,7 @@ def python() -> str:
 
 
 def _public(name: str, value: Any, heading: str) -> Iterator[str]:
-    """Yield the heading of a name, its signature, its docstring, and those of its methods."""
+    """Yield the heading of a name, its signature and docstring, and the same of its methods."""
     yield f"{heading} {name}\n"
     if name in _SETTINGS:
         yield inspect.cleandoc(value.__doc__).split("\n\n")[0] + "\n"

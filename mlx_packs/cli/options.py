@@ -163,8 +163,10 @@ def _of_field(field: dataclasses.Field, default_text: DefaultText, **overrides) 
         described |= {"is_flag": True, "default": None}
         flags = facts.flags or (f"{flags[0]}/--no-{flags[0][2:]}",)
     elif facts.choices:
-        own = [FUNCTION] if facts.function else []
-        described["metavar"] = one_of([*facts.choices, *own])
+        values = list(facts.choices)
+        if facts.function:
+            values.append(FUNCTION)
+        described["metavar"] = one_of(values)
     else:
         kinds = {int: "N", int | None: "N", float: "X", tuple[str, ...]: "NAMES"}
         described["metavar"] = facts.metavar or kinds.get(field.type, "TEXT")
