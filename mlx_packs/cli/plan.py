@@ -153,13 +153,13 @@ def plan(
         _print_table(plan_model, models, limit, here, notes)
         return
 
-    found = plan_model(models[0] if models else None)
-    lines = found.lines()
+    chosen = plan_model(models[0] if models else None)
+    lines = chosen.lines()
     before = next(i for i, line in enumerate(lines) if line.startswith("fits "))
     lines[before:before] = notes
-    print_report({**found.report, "machine": here}, lines)
-    if not found.fits:
-        exit_if_failed([f"{found.report['model']}: no way of training it fits into {size(limit)}"])
+    print_report({**chosen.report, "machine": here}, lines)
+    if not chosen.fits:
+        exit_if_failed([f"{chosen.report['model']}: no way of training it fits into {size(limit)}"])
 
 
 def _print_table(
