@@ -25,6 +25,9 @@ Processor = Callable[["mx.array", "mx.array"], "mx.array"]
 PENALIZED_TOKENS = 64  # to which a repetition penalty applies
 _LEAST_SHARED = 16  # tokens that prompts have in common, which are read once
 _READ_AT_ONCE = 2048  # tokens of a prompt, as mlx-lm reads them
+_MOST_TOGETHER = 32  # texts, as in mlx-lm
+_MEMORY_SHARE = 1 / 8  # of the device's memory, for keys and values of texts that are generated
+_CACHE_STEP = 256  # tokens for which mlx-lm's caches make room at once
 
 
 def chat_prompt(
@@ -368,9 +371,14 @@ def complete_batch(
 
 
 def complete_prompts(
-    base: "BaseModel", prompts: Sequence[Sequence[int]], sampling: Sampling, batch_size: int = 8
+    base: "BaseModel",
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    batch_size: int | None = None,
 ) -> list[str]:
     """Return the text that follows each prompt, in their order, with the settings of `Sampling`.
+
+    Without a ``batch_size``, as many are generated together as fit.
 
     Raises a PackError as `stream_batch`, or for a repetition penalty, which no batch has.
     """
@@ -391,7 +399,21 @@ def complete_prompts(
         mx.random.seed(sampling.seed)
         sampler = make_sampler(sampling.temperature, sampling.top_p, sampling.min_p, top_k=top_k)
 
+    if batch_size is None:
+        batch_size = texts_that_fit(base, max(map(len, prompts)) + sampling.max_tokens)
     return complete_batch(base, prompts, sampling.max_tokens, batch_size, sampler)
+
+
+def texts_that_fit(base: "BaseModel", tokens: int) -> int:
+    """Return how many texts of up to so many tokens are generated together, by their memory."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..runtime import mx, total_memory
+
+    caches = make_prompt_cache(base.model)
+    mx.eval(base.model(mx.zeros((1, 1), mx.int32), cache=caches))
+    one = sum(cache.nbytes for cache in caches) * -(-tokens // _CACHE_STEP)
+    return max(1, min(_MOST_TOGETHER, int(_MEMORY_SHARE * total_memory()) // max(1, one)))
 
 
 def text_of(base: "BaseModel", tokens: Sequence[int]) -> str:

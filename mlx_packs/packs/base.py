@@ -224,7 +224,7 @@ class Base(BaseModel):
         pack: Packs | None = None,
         *,
         raw: bool = False,
-        batch_size: int = 8,
+        batch_size: int | None = None,
         **sampling: Any,
     ) -> list[str]:
         """Return the text that the model generates after each prompt, several at a time.
@@ -233,7 +233,8 @@ class Base(BaseModel):
             prompts: Prompts as in `generate`.
             pack: As in `generate`.
             raw: As in `generate`.
-            batch_size: Maximum number of texts that are generated together.
+            batch_size: Maximum number of texts that are generated together. None: 32, or fewer
+                whose keys and values take an eighth of the memory.
             **sampling: As in `generate`, without ``repetition_penalty``.
 
         Raises:

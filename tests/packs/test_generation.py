@@ -4,6 +4,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_packs as mp
+from mlx_packs.inference.generate import texts_that_fit
 from tests.helpers.errors import raises
 from tests.helpers.packs import random_pack
 
@@ -70,6 +71,26 @@ def test_a_batch_has_the_texts_of_single_prompts(base, pack):
     assert base.generate_batch(PROMPTS, pack, **options) == texts
     assert mp.batch_generate(base, PROMPTS, pack, **options) == texts
     assert base.active is None
+
+
+def test_a_batch_is_as_large_as_its_memory_allows(base, monkeypatch):
+    at_once = []
+    monkeypatch.setattr(
+        "mlx_packs.inference.generate.complete_batch",
+        lambda base, prompts, limit, batch_size, sampler: at_once.append(batch_size),
+    )
+    monkeypatch.setattr("mlx_packs.runtime.total_memory", lambda: 64 * 2**20)
+    for tokens in (100, 1000, 100_000):
+        base.generate_batch(PROMPTS, max_tokens=tokens)
+    base.generate_batch(PROMPTS, batch_size=3)
+
+    heads = base.config["num_key_value_heads"] * base.config["head_dim"]
+    of_256 = 256 * 2 * 4 * heads * len(base.model.layers)  # float32 keys and values
+    assert at_once == [2**23 // of_256, 2**23 // (4 * of_256), 1, 3]
+    assert 32 > at_once[0] > at_once[1] > 1
+
+    monkeypatch.undo()
+    assert texts_that_fit(base, 100) == 32
 
 
 def test_a_batch_is_sampled_by_its_seed(base):
