@@ -234,7 +234,7 @@ class Base(BaseModel):
             pack: As in `generate`.
             raw: As in `generate`.
             batch_size: Maximum number of texts that are generated together. None: 32, or fewer
-                whose keys and values take an eighth of the memory.
+                whose keys and values need an eighth of the memory.
             **sampling: As in `generate`, without ``repetition_penalty``.
 
         Raises:
