@@ -27,6 +27,8 @@ from .status import Status
 if TYPE_CHECKING:
     from ..tasks.task import RewardFunction
 
+MANY_EPOCHS = 10
+
 
 @dataclass(frozen=True)
 class Request:
@@ -175,6 +177,8 @@ def with_batches(
     """Return settings and examples with ``iters`` in the place of ``--epochs``."""
     if (epochs := settings.train.epochs) is None:
         _note_patience(settings.train, display)
+        for of_phase in data:
+            _note_passes(of_phase, display)
         return settings, list(data)
 
     per_epoch = data[-1].train.batches_per_epoch()
@@ -212,6 +216,18 @@ def _note_patience(train: TrainConfig, display: Display) -> None:
             f"--patience {train.patience} cannot end this run early, since its {train.iters:,} "
             f"batches are validated every {train.steps_per_eval:,}. Pass a smaller "
             "--steps-per-eval.",
+        )
+
+
+def _note_passes(data: PhaseData, display: Display) -> None:
+    """Say if batches that nobody counted in epochs read each example many times."""
+    batches = data.phase.train.iters
+    epochs = batches / data.train.batches_per_epoch()
+    if epochs >= MANY_EPOCHS and data.phase.train.time is None:
+        display.line(
+            "note",
+            f"{batches:,} batches read each training example {epochs:.0f} times. Is that what you "
+            "want? --epochs 3 is usual.",
         )
 
 

@@ -8,7 +8,7 @@ from mlx_packs.config.recipe import resolve
 from mlx_packs.optim import make_optimizer
 from mlx_packs.tasks.phases import RunPhase, resolve_phases
 from mlx_packs.training.run_folder import RunFolder
-from mlx_packs.training.settings import RunSettings, notes_on_rates, with_batches
+from mlx_packs.training.settings import MANY_EPOCHS, RunSettings, notes_on_rates, with_batches
 from tests.helpers.errors import raises
 from tests.helpers.runs import Lines
 
@@ -46,6 +46,18 @@ def test_batches_are_epochs_times_their_number():
         assert (config.iters, config.epochs) == (batches, None)
         assert line.startswith(f"epochs {epochs:g} of {EACH} batches: {batches} batches")
         assert line.endswith(f"{updates} updates")
+
+
+def test_a_run_says_if_it_reads_its_examples_many_times():
+    for train, times in (
+        ({"iters": 600}, "200"),
+        ({"iters": MANY_EPOCHS * EACH}, str(MANY_EPOCHS)),
+        ({"iters": MANY_EPOCHS * EACH - 1}, None),
+        ({"epochs": 50}, None),
+        ({"iters": 600, "time": "1h"}, None),
+    ):
+        notes = [line for line in settled(**train)[1] if "read each" in line]
+        assert [f"example {times} times" in note for note in notes] == [True] * (times is not None)
 
 
 def test_short_epochs_are_validated_if_the_best_is_sought():
