@@ -10,8 +10,9 @@ from tests.helpers import documents, notebooks
 from tests.helpers.notebooks import NOTEBOOKS, ROOT
 
 # Up to 40 s each: runs are not shortened, since their figures are compared; one is in each CI run.
-# docs/systems.md has a row for the layers; the loop needs the SDK of Tinker.
+# docs/systems.md has a row for the layers; the loop needs the SDK of Tinker, and one a real model.
 MARKS = {
+    "requests_to_json": (pytest.mark.real, pytest.mark.nightly(seconds=600)),
     "own_layers": (pytest.mark.slow, pytest.mark.systems),
     "your_own_loop": (pytest.mark.interop, pytest.mark.nightly(seconds=40)),
 }
@@ -45,6 +46,10 @@ FIGURES = {
         "before": (r"base: PPL ([\d.]+)", 0.01),
         "after": (r"pack: PPL ([\d.]+)", 0.2),
         "accuracy": (r"([\d]+)% of tokens correct", 0.1),
+    },
+    "requests_to_json": {
+        "fits": (r"fits +yes: ([\d.]+) GB", 0.05),
+        "after": (r"→ ([\d.]+) ± [\d.]+ on 40", 0.1),
     },
     "your_own_loop": {
         "examples": (r"(\d+) examples;", 0),

@@ -3,7 +3,6 @@
 Its section about a model that we have not run is left out; test_documents.py checks the flags there.
 """
 
-import csv
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.real import files, jobs
+from benchmarks.real import files
 from tests.helpers import documents
 from tests.helpers.documents import ROOT
 
@@ -24,18 +23,15 @@ pytestmark = pytest.mark.real
 
 PAGE = "docs/tutorial.md"
 NOT_RUN = "## The same with Qwen3-4B"
-SCRIPT = "prepare.py"
-INSTRUCTION = "Intent of this message to a bank: "
+MODEL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 SERVER = "http://127.0.0.1:8080"
 START_S = 300
 # So that the test takes minutes: a shorter run, and fewer examples to evaluate it on.
 SHORTER = {
-    "--iters 40": "--iters 16 --test-batches 1",
+    "--iters 75": "--iters 24 --test-batches 1",
     "--limit 100": "--limit 16",
-    "merge packs/intents --data intents": "merge packs/intents --data intents --rows 8",
+    "merge packs/requests --data requests": "merge packs/requests --data requests --rows 8",
 }
-# Exit codes of curl: no such name, no connection, no answer in time.
-NO_NETWORK = (6, 7, 28)
 
 
 class Reader:
@@ -55,10 +51,11 @@ class Reader:
             "MLX_PACKS_CACHE": str(folder / "cache"),
         }
 
-    def follow(self, language: str, block: str) -> None:
-        """Save, start or run a block."""
-        if language == "python":
-            (self._folder / SCRIPT).write_text(block, encoding="utf-8")
+    def follow(self, block: str) -> None:
+        """Start or run a block; the model is not downloaded."""
+        if block.startswith("hf download "):
+            assert block.split()[3] == MODEL
+            (self._folder / MODEL).symlink_to(files.qwen())
         elif block.startswith("packs serve "):
             self._start(block)
         else:
@@ -83,11 +80,7 @@ class Reader:
             check=False,
         )
         print(f"$ {block}{result.stdout}", flush=True)
-        if block.startswith("curl -O ") and result.returncode in NO_NETWORK:
-            write_tables(self._folder)
-        else:
-            assert result.returncode == 0, result.stdout
-
+        assert result.returncode == 0, result.stdout
         self.printed[" ".join(block.split()[:2])] = result.stdout
 
     def _start(self, block: str) -> None:
@@ -110,44 +103,34 @@ def answers(url: str) -> bool:
     return True
 
 
-def blocks() -> list[tuple[str, str]]:
-    """Language and text of the blocks that a reader saves (Python) or runs (bash)."""
+def blocks() -> list[str]:
+    """Return the blocks of commands that a reader runs."""
     text, section, _ = (ROOT / PAGE).read_text("utf-8").partition(NOT_RUN)
     assert section
-    return list(documents.parse(PAGE, text).blocks("bash", "python"))
-
-
-def write_tables(folder: Path) -> None:
-    """Write the files that the page downloads, from the same messages as chats."""
-    for name, splits in {"train": ("train", "valid"), "test": ("test",)}.items():
-        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerow(("text", "category"))
-            for row in (row for split in splits for row in jobs.read_rows("banking77", split)):
-                question, answer = (message["content"] for message in row["messages"])
-                table.writerow((question.removeprefix(INSTRUCTION), answer.replace(" ", "_")))
+    return [block for _, block in documents.parse(PAGE, text).blocks("bash")]
 
 
 def test_the_commands_of_the_tutorial_do_what_the_page_says(here):
     try:
-        files.smollm2(), files.data("banking77")
+        files.qwen()
     except files.Missing as error:
         pytest.skip(str(error))
 
     assert all((ROOT / PAGE).read_text("utf-8").count(written) for written in SHORTER)
+    (here / "mlx-packs").symlink_to(ROOT)
     reader = Reader(here)
     try:
-        for language, block in blocks():
-            reader.follow(language, block)
+        for block in blocks():
+            reader.follow(block)
     finally:
         reader.stop_server()
 
-    report = json.loads((here / "packs/intents-run/report.json").read_text())
-    assert report["ppl_after"] < 0.1 * report["ppl_before"]
+    report = json.loads((here / "packs/requests-run/report.json").read_text())
+    assert report["ppl_after"] < 0.3 * report["ppl_before"]
 
     accuracy = re.findall(r"token accuracy ([\d.]+)%", reader.printed["packs eval"])
     assert len(accuracy) == 2 and float(accuracy[1]) > 25 + float(accuracy[0])
-    assert re.search(r"^exact +[\d.]+ .*→ [\d.]+ ", reader.printed["packs eval"], re.M)
+    assert re.search(r"^json +[\d.]+ .*→ [\d.]+ ", reader.printed["packs eval"], re.M)
 
     served = json.loads(reader.printed["curl -s"])["choices"][0]["message"]["content"]
     assert served and served == reader.printed["packs generate"].strip()

@@ -3,16 +3,19 @@
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from benchmarks.real import files
 from tests.helpers.documents import ROOT
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-TIMEOUT = 600  # seconds for one cell
+TIMEOUT = 1200  # seconds for one cell
+MODEL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"  # as the Hub names it
 
 
 def read(file: Path) -> NotebookNode:
@@ -25,6 +28,7 @@ def read(file: Path) -> NotebookNode:
 def execute(notebook: NotebookNode, folder: Path) -> None:
     """Execute the cells with a folder as the current one, and replace their outputs.
 
+    The folder gets what notebooks read beside them: a data set, and a real model if it is here.
     Commands such as ``packs`` are those that are installed beside this Python. Raises a
     ``CellExecutionError`` where a cell does.
     """
@@ -35,6 +39,10 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
         "PYTHONWARNINGS": "ignore:IProgress not found",  # of tqdm, where ipywidgets is missing
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
+
+    (folder / "requests").symlink_to(ROOT / "examples" / "requests")
+    with suppress(files.Missing):
+        (folder / MODEL).symlink_to(files.qwen())
 
     client = NotebookClient(
         notebook,
