@@ -207,7 +207,10 @@ def _usage_error(error: click.ClickException) -> PackError:
 
     param = getattr(error, "param", None)
     if param is None:
-        return PackError(_EXTRA.sub(r"\1: one argument too many.", message))
+        hint = ""
+        if error.ctx and error.ctx.info_name == "merge":
+            hint = " Use packs combine to make one pack of several."
+        return PackError(_EXTRA.sub(rf"\1: one argument too many.{hint}", message))
     name = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
     if isinstance(error, click.MissingParameter):
         return PackError(f"{name}: is required.", flag=param.name)
