@@ -353,8 +353,9 @@ def all_changes(result: Mapping) -> list[MetricChange]:
         ends = [_mapping(answers, end) for end in ("before", "after")]
         before, after, *errors = (number(end.get(key)) for key in ("share", "se") for end in ends)
         if before is not None and after is not None:
-            title = f"Right answers ({text(answers.get('metric'), 40)})"
-            changes.insert(0, MetricChange(Number(title, title, digits=3), before, after, *errors))
+            title = f"Right answers ({text(answers.get('metric'), 40)}), %"
+            shares = (None if v is None else 100 * v for v in (before, after, *errors))
+            changes.insert(0, MetricChange(Number(title, title, digits=1), *shares))
     return changes
 
 
