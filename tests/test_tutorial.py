@@ -19,7 +19,7 @@ from benchmarks.real import files
 from tests.helpers import documents
 from tests.helpers.documents import ROOT
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.nightly(seconds=400)]
 
 PAGE = "docs/tutorial.md"
 NOT_RUN = "## The same with Qwen3-4B"
@@ -28,9 +28,9 @@ SERVER = "http://127.0.0.1:8080"
 START_S = 300
 # So that the test takes minutes: a shorter run, and fewer examples to evaluate it on.
 SHORTER = {
-    "--iters 75": "--iters 24 --test-batches 1",
-    "--limit 100": "--limit 16",
-    "merge packs/requests --data requests": "merge packs/requests --data requests --rows 8",
+    "--iters 75": "--iters 8 --test-batches 1",
+    "--limit 100": "--limit 8",
+    "merge packs/requests --data requests": "merge packs/requests --data requests --rows 4",
 }
 
 
@@ -129,7 +129,7 @@ def test_the_commands_of_the_tutorial_do_what_the_page_says(here):
     assert report["ppl_after"] < 0.3 * report["ppl_before"]
 
     accuracy = re.findall(r"token accuracy ([\d.]+)%", reader.printed["packs eval"])
-    assert len(accuracy) == 2 and float(accuracy[1]) > 25 + float(accuracy[0])
+    assert len(accuracy) == 2 and float(accuracy[1]) > 10 + float(accuracy[0])
     assert re.search(r"^json +[\d.]+ .*→ [\d.]+ ", reader.printed["packs eval"], re.M)
 
     served = json.loads(reader.printed["curl -s"])["choices"][0]["message"]["content"]
