@@ -12,7 +12,7 @@ from tests.helpers.notebooks import NOTEBOOKS, ROOT
 # Up to 40 s each: runs are not shortened, since their figures are compared; one is in each CI run.
 # docs/systems.md has a row for the layers; the loop needs the SDK of Tinker, and one a real model.
 MARKS = {
-    "requests_to_json": (pytest.mark.real, pytest.mark.nightly(seconds=600)),
+    "requests_to_json": (pytest.mark.real, pytest.mark.nightly(seconds=400)),
     "own_layers": (pytest.mark.slow, pytest.mark.systems),
     "your_own_loop": (pytest.mark.interop, pytest.mark.nightly(seconds=40)),
 }
