@@ -21,6 +21,7 @@ def examples(folder: Path, kind: str) -> list[dict[str, str]]:
         intent = path.parent.name
         if path.name != f"{kind}_{intent}.json":
             continue  # a larger file of the same intent
+
         for request in json.loads(path.read_text("utf-8"))[intent]:
             parts = request["data"]
             slots = [(part["entity"], part["text"].strip()) for part in parts if "entity" in part]
@@ -28,14 +29,15 @@ def examples(folder: Path, kind: str) -> list[dict[str, str]]:
                 answer = json.dumps({"intent": intent, **dict(slots)}, ensure_ascii=False)
                 text = "".join(part["text"] for part in parts).strip()
                 rows.append({"prompt": text, "completion": answer})
+
     random.Random(0).shuffle(rows)
     return rows
 
 
 def repeats(row: dict[str, str], others: list[set[tuple]]) -> bool:
     """Return whether half of the runs of five words of a row are in one of the others."""
-    own = runs(row)
-    return any(len(own & other) >= len(own) / 2 for other in others)
+    of_row = runs(row)
+    return any(len(of_row & other) >= len(of_row) / 2 for other in others)
 
 
 def runs(row: dict[str, str]) -> set[tuple]:

@@ -405,7 +405,7 @@ def complete_prompts(
 
 
 def texts_that_fit(base: "BaseModel", tokens: int) -> int:
-    """Return how many texts of up to so many tokens are generated together, by their memory."""
+    """Return how many texts with up to ``tokens`` are generated together, as memory allows."""
     from mlx_lm.models.cache import make_prompt_cache
 
     from ..runtime import mx, total_memory
