@@ -399,7 +399,9 @@ def complete_prompts(
         mx.random.seed(sampling.seed)
         sampler = make_sampler(sampling.temperature, sampling.top_p, sampling.min_p, top_k=top_k)
 
-    if batch_size is None:
+    if batch_size is None and len(prompts) == 1:
+        batch_size = 1  # nothing to measure for
+    elif batch_size is None:
         batch_size = texts_that_fit(base, max(map(len, prompts)) + sampling.max_tokens)
     return complete_batch(base, prompts, sampling.max_tokens, batch_size, sampler)
 
@@ -410,6 +412,7 @@ def texts_that_fit(base: "BaseModel", tokens: int) -> int:
 
     from ..runtime import mx, total_memory
 
+    base.model.eval()
     caches = make_prompt_cache(base.model)
     mx.eval(base.model(mx.zeros((1, 1), mx.int32), cache=caches))
     one = sum(cache.nbytes for cache in caches) * -(-tokens // _CACHE_STEP)
