@@ -161,7 +161,7 @@ def test_training_and_eval_report_the_same_answers(letters, dense_tiny, tmp_path
     manifest = json.loads((out / "pack.json").read_text())
     assert manifest["eval"]["answers"] == answers
     assert len(manifest["samples"]) == 3
-    assert [change.after for change in all_changes(manifest["eval"])][0] == 1
+    assert [change.after for change in all_changes(manifest["eval"])][0] == 100  # percent
     assert "exact 0.0 % → 100.0 % of 5 examples" in (out / "README.md").read_text()
     assert "answers exact 0.0 % → 100.0 % of 5 examples" in run("inspect", out)[1]
 
