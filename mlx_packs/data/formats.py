@@ -4,6 +4,7 @@ To add a format, write its class and name it in `FORMATS`; one that a single tas
 in the facts of the task.
 """
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,19 +126,32 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
 
     known = " or ".join("{" + ", ".join(each) + "}" for each in _least_columns(formats, names))
     present = shown(sorted(row.value)) if row.value else "none"
+    fault = f"must have the columns {known}, but has {present}."
     flag: str | None = "task"
     if tasks := suggested_tasks(row, names, row.value):
-        advice = f"Pass --task {any_of(tasks)}, which trains on these."
-    elif any(isinstance(each, TokenFormat) for each in formats):
-        flags = "--chat-feature, --prompt-feature, --completion-feature, --text-feature"
-        advice = f"Other names: {flags}."
-        flag = None
+        fault += f" Pass --task {any_of(tasks)}, which trains on these."
+    elif not any(isinstance(each, TokenFormat) for each in formats):
+        fault += " Other examples are for --task lm."
     else:
-        advice = "Other examples are for --task lm."
-    fault = f"must have the columns {known}, but has {present}. {advice}"
+        fault = f"has {present}. {_naming(row, formats)} The formats are {known}."
+        flag = None
     error = row.error(fault, "missing columns", flag)
     error.columns = sorted(row.value)
     raise error
+
+
+def _naming(row: Row, formats: Sequence[RowFormat]) -> str:
+    """Return how a run reads columns of other names, with those of a row."""
+    texts = [
+        shlex.quote(name)
+        for name, value in row.value.items()
+        if isinstance(value, str) and len(name) < 60
+    ]
+    prompt, completion = [*texts, "COLUMN", "COLUMN"][:2]
+    flags = f"--prompt-feature {prompt} --completion-feature {completion}"
+    if len(texts) == 1 and TEXT in formats:
+        flags = f"--text-feature {prompt}"
+    return f"Name the columns to train on, such as {flags}."
 
 
 def _least_columns(formats: Sequence[RowFormat], names: DataConfig) -> list[tuple[str, ...]]:
