@@ -63,7 +63,7 @@ def checked_arguments(function: F) -> F:
         for name, value in bound.arguments.items():
             if name in kinds:
                 bound.arguments[name] = value = _typed(value, kinds[name], name)
-            if name == "batch_size" and value < 1:
+            if name == "batch_size" and value is not None and value < 1:
                 raise PackError(f"--batch-size {value}: must be at least 1.")
         return function(*bound.args, **bound.kwargs)
 

@@ -83,10 +83,11 @@ def test_a_batch_is_as_large_as_its_memory_allows(base, monkeypatch):
     for tokens in (100, 1000, 100_000):
         base.generate_batch(PROMPTS, max_tokens=tokens)
     base.generate_batch(PROMPTS, batch_size=3)
+    base.generate_batch(PROMPTS, batch_size=None)  # the default
 
     heads = base.config["num_key_value_heads"] * base.config["head_dim"]
     of_256 = 256 * 2 * 4 * heads * len(base.model.layers)  # float32 keys and values
-    assert at_once == [2**23 // of_256, 2**23 // (4 * of_256), 1, 3]
+    assert at_once == [2**23 // of_256, 2**23 // (4 * of_256), 1, 3, at_once[0]]
     assert 32 > at_once[0] > at_once[1] > 1
 
     monkeypatch.undo()
