@@ -21,6 +21,7 @@ from .. import signals
 from ..config.choices import TASKS
 from ..config.fields import flags_of
 from ..config.other_names import OTHER_COMMANDS, OTHER_VALUES, ours_for, removal, value_hint
+from ..cpu.cores import blas_threads
 from ..distributed.link import launched
 from ..errors import CRASHED, PackError, any_of, as_pack_error, did_you_mean, flag_of
 from ..terminal import echo, guard, guarded
@@ -262,9 +263,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
     # NumPy is imported later. With all cores, other busy programs made its SVDs in `packs combine`
     # 2 to 24 times slower; MLX's OpenBLAS uses half of them, too (cpu/blas.py).
-    if sys.platform == "linux":
-        cores = len(os.sched_getaffinity(0))
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, cores // 2)))
+    if sys.platform == "linux" and (threads := blas_threads("OPENBLAS_NUM_THREADS")):
+        os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
 
     try:
         packs(args, prog_name="packs")

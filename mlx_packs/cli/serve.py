@@ -366,7 +366,6 @@ def _run(
     from ..serving.generation import TextWorker
     from ..serving.library import Library
     from ..serving.running import run
-    from ..serving.train.service import TrainingService
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Log()])
 
@@ -417,6 +416,8 @@ def _run(
             )
         training = None
         if given["train"] is not None and task == _TEXT:
+            from ..serving.train.service import TrainingService
+
             _say(f"training  by the Tinker SDK at the same address · saved in {given['train']}")
             states = Path(given["train"]).expanduser()
             training = TrainingService(worker, states, settings)

@@ -1,4 +1,4 @@
-"""The library that multiplies matrices on CPUs: OpenBLAS instead of the BLAS of MLX's wheel.
+"""The library that multiplies matrices on CPUs: OpenBLAS or MKL, not the BLAS of MLX's wheel.
 
 The CPU wheel of MLX on Linux ships the reference BLAS (1 to 5 GFLOP/s where OpenBLAS reaches 200).
 All have functions of the same names and ABI, so three entries of libmlx's jump table are replaced.
@@ -13,26 +13,38 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from ..terminal import echo
+from .cores import blas_threads
 
 BLAS_VARIABLE = "MLX_PACKS_BLAS"
 SLOW = "slow, about 40 times"
+_CPUS = Path("/proc/cpuinfo")
 _LIBRARY = "libmlx.so"
-_SYSTEM_BLAS = ("libopenblas.so.0", "libblis.so.4", "libmkl_rt.so.2")
+_SYSTEM_BLAS = ("libopenblas.so.0", "libblis.so.4", "libmkl_rt.so.3", "libmkl_rt.so.2")
 _SGEMM = "cblas_sgemm"
 _DTYPES = {  # of the products that libmlx computes by each function
     _SGEMM: (mx.float32, np.float32),
     "cblas_dgemm": (mx.float64, np.float64),
     "cblas_cgemm": (mx.complex64, np.complex64),
 }
+
+# Functions that get and set the threads of a library, and its variable
+_THREADS = (
+    ("openblas_get_num_threads", "openblas_set_num_threads", "OPENBLAS_NUM_THREADS"),
+    ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads", "MKL_NUM_THREADS"),
+)
 
 _JUMP_SLOTS = {"x86_64": 7, "aarch64": 1026}  # R_X86_64_JUMP_SLOT, R_AARCH64_JUMP_SLOT
 _RTLD_DI_LINKMAP = 2
@@ -55,23 +67,31 @@ class Blas:
 
 
 def _candidates() -> list[tuple[str, str]]:
-    """Return (library file, symbol prefix) in the order to try."""
+    """Return (library file, symbol prefix) in the order to try: MKL first on Intel's processors."""
     setting = os.environ.get(BLAS_VARIABLE, "auto")
     if setting not in ("auto", ""):
         return [(setting, ""), (setting, "scipy_")]
 
-    system = [(name, "") for name in _SYSTEM_BLAS]
-    try:
-        import scipy_openblas32
-    except ImportError:
-        return system
+    is_intel = "GenuineIntel" in _CPUS.read_text()
+    mkl = _files_of("mkl", "libmkl_rt.so.*") if is_intel else []
+    openblas = _files_of("scipy-openblas32", "libscipy_openblas*.so")
+    return [
+        *((file, "") for file in mkl),
+        *((file, "scipy_") for file in openblas),
+        *((name, "") for name in _SYSTEM_BLAS),
+    ]
 
-    folder = Path(scipy_openblas32.get_lib_dir())
-    return [(str(p), "scipy_") for p in sorted(folder.glob("libscipy_openblas*.so"))] + system
+
+def _files_of(package: str, pattern: str) -> list[str]:
+    """Return the files of an installed package whose names match a pattern."""
+    with suppress(PackageNotFoundError):
+        files = distribution(package).files or []
+        return sorted(str(file.locate()) for file in files if fnmatch(file.name, pattern))
+    return []
 
 
-def _open_blas() -> tuple[str, dict[str, int], int | None] | None:
-    """Return name, addresses and threads of the first library that has all matrix products."""
+def _libraries() -> Iterator[tuple[str, dict[str, int], int | None]]:
+    """Yield name, addresses and threads of the libraries that have all matrix products."""
     for name, prefix in _candidates():
         try:
             library = ctypes.CDLL(name)
@@ -80,25 +100,23 @@ def _open_blas() -> tuple[str, dict[str, int], int | None] | None:
             continue
 
         addresses = {s: ctypes.cast(f, ctypes.c_void_p).value or 0 for s, f in functions.items()}
-        return name, addresses, _set_threads(library, prefix)
-    return None
+        yield name, addresses, _set_threads(library, prefix)
 
 
 def _set_threads(library: ctypes.CDLL, prefix: str) -> int | None:
-    """Let OpenBLAS use half of the cores, unless OPENBLAS_NUM_THREADS is set.
+    """Let the library use half of the cores, unless the user chose its threads; return how many.
 
-    Its threads wait for each other by spinning: with as many threads as cores, any other busy
+    Threads of a BLAS wait for each other by spinning: with as many threads as cores, any other busy
     program makes a product 20 times slower (benchmarks/LOG.md). A fixed number also keeps runs
     repeatable, since the split of a product changes its last bits.
     """
-    try:
-        get = getattr(library, prefix + "openblas_get_num_threads")
-        if "OPENBLAS_NUM_THREADS" not in os.environ:
-            cores = len(os.sched_getaffinity(0))
-            getattr(library, prefix + "openblas_set_num_threads")(max(1, cores // 2))
-        return int(get())
-    except AttributeError:
-        return None
+    for get, change, variable in _THREADS:
+        with suppress(AttributeError):
+            get_threads = getattr(library, prefix + get)
+            if threads := blas_threads(variable):
+                getattr(library, prefix + change)(threads)
+            return int(get_threads())
+    return None
 
 
 class ElfError(ValueError):
@@ -258,20 +276,21 @@ def bind() -> Blas:
     except (ElfError, OSError, AttributeError) as error:
         return Blas("as linked", False, f"{SLOW}: {error}")
 
-    library = _open_blas()
-    if library is None:
-        hint = "none found (pip install scipy-openblas32, or apt install libopenblas0)"
-        if named := os.environ.get(BLAS_VARIABLE, "auto").removeprefix("auto"):
-            hint = f"{BLAS_VARIABLE}={named} has no CBLAS or cannot be loaded"
-            echo(f"mlx_packs: {hint}; matrix products will be slow.", err=True)
-        return Blas("reference", False, f"{SLOW}: {hint}")
+    wrong = ""
+    for name, addresses, threads in _libraries():
+        proven = _in_a_thread(partial(_proven, slots, addresses))
+        if _SGEMM in proven:
+            beside = ""
+            if rest := [symbol for symbol in slots if symbol not in proven]:
+                beside = f", but for {', '.join(rest)}: a wrong product"
+            return Blas(Path(name).name, True, f"bound from {name}{beside}", threads)
+        wrong = name
+        echo(f"mlx_packs: {name} gave a wrong product and is not used.", err=True)
 
-    name, addresses, threads = library
-    proven = _in_a_thread(lambda: _proven(slots, addresses))
-    if _SGEMM not in proven:
-        return Blas("reference", False, f"{SLOW}: {name} gave a wrong product and was unbound")
-
-    beside = ""
-    if rest := [symbol for symbol in slots if symbol not in proven]:
-        beside = f", but for {', '.join(rest)}: a wrong product"
-    return Blas(Path(name).name, True, f"bound from {name}{beside}", threads)
+    if wrong:
+        return Blas("reference", False, f"{SLOW}: {wrong} gave a wrong product and was unbound")
+    hint = "none found (pip install scipy-openblas32, or apt install libopenblas0)"
+    if named := os.environ.get(BLAS_VARIABLE, "auto").removeprefix("auto"):
+        hint = f"{BLAS_VARIABLE}={named} has no CBLAS or cannot be loaded"
+        echo(f"mlx_packs: {hint}; matrix products will be slow.", err=True)
+    return Blas("reference", False, f"{SLOW}: {hint}")

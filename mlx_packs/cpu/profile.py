@@ -7,7 +7,6 @@ each of which waits for the one before: MLX hands out no more work while some hu
 all streams together wait, and a stream far ahead would leave the others none.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from .. import runtime
 from ..ops.attention import Arrays, Block, BlockAttention, PerHead, joined
 from ..ops.profile import Piece, Profile
 from . import exponential
+from .cores import usable_cores
 from .exponential import exp2
 
 
@@ -33,7 +33,7 @@ def stream_count() -> int:
 def core_is_idle() -> bool:
     # several threads of a BLAS take the cores themselves, and its products then queue for them
     blas = runtime.BLAS
-    return (blas.threads == 1 or blas.name == "reference") and len(os.sched_getaffinity(0)) > 1
+    return (blas.threads == 1 or blas.name == "reference") and usable_cores() > 1
 
 
 @cache

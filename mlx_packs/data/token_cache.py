@@ -34,6 +34,7 @@ from ..bases.tokenizer import with_template
 from ..bases.turns import images_of
 from ..cache import json_array, read_arrays, write_arrays
 from ..config.data import COLUMN_SETTINGS, DataConfig
+from ..cpu.cores import usable_cores
 from ..errors import PackError
 from .encoding import ENCODING_VERSION, Encoder, EncodingOptions, Examples, checked_format, encode
 from .formats import Row, RowFormat
@@ -219,9 +220,7 @@ def parts_of(rows: Rows, folder: Path, key: str) -> list[Part]:
 
 
 def default_processes() -> int:
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = usable_cores() if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_PROCESSES)
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import struct
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,7 +69,7 @@ def unbound(monkeypatch):
 
 @linux
 def test_each_entry_of_libmlx_points_to_the_blas(unbound):
-    _, addresses, _ = blas._open_blas()
+    _, addresses, _ = next(blas._libraries())
     assert runtime.BLAS.bound
     assert {name: slot.value for name, slot in unbound.items()} == addresses
     assert set(addresses) == set(NAMES)
@@ -79,15 +80,44 @@ def test_each_entry_of_libmlx_points_to_the_blas(unbound):
 def test_a_wrong_product_is_undone_for_its_function_alone(unbound, monkeypatch, wrong):
     """Each proof goes through the entry that it is for: with another in its place it fails."""
     before = {name: slot.value for name, slot in unbound.items()}
-    library, addresses, threads = blas._open_blas()
+    library, addresses, threads = next(blas._libraries())
     address = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value  # writes no result
-    monkeypatch.setattr(
-        blas, "_open_blas", lambda: (library, {**addresses, wrong: address}, threads)
-    )
+    faulty = (library, {**addresses, wrong: address}, threads)
+    monkeypatch.setattr(blas, "_libraries", lambda: iter([faulty]))
     bound = blas.bind()
     assert {name: slot.value for name, slot in unbound.items()} == before
     assert bound.bound == (wrong != "cblas_sgemm")
     assert "wrong product" in bound.note and (wrong in bound.note or not bound.bound)
+
+
+@linux
+def test_the_next_library_replaces_one_that_computes_wrongly(unbound, monkeypatch, capsys):
+    name, addresses, threads = next(blas._libraries())
+    address = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
+    faulty = ("/x/libmkl_rt.so.3", dict.fromkeys(NAMES, address), 1)
+    monkeypatch.setattr(blas, "_libraries", lambda: iter([faulty, (name, addresses, threads)]))
+    assert blas.bind() == runtime.BLAS
+    assert capsys.readouterr().err == (
+        "mlx_packs: /x/libmkl_rt.so.3 gave a wrong product and is not used.\n"
+    )
+
+
+@linux
+@pytest.mark.parametrize("vendor", ["AuthenticAMD", "GenuineIntel"])
+def test_mkl_comes_first_on_processors_of_intel_alone(vendor, tmp_path, monkeypatch):
+    files = {"mkl": "/x/libmkl_rt.so.3", "scipy-openblas32": "/x/libscipy_openblas.so"}
+    monkeypatch.setattr(blas, "_files_of", lambda package, _: [files[package]])
+    monkeypatch.setattr(blas, "_CPUS", tmp_path / "cpuinfo")
+    blas._CPUS.write_text(f"vendor_id\t: {vendor}\n")
+    first, *others = [name for name, _ in blas._candidates() if name in files.values()]
+    assert first == files["mkl" if vendor == "GenuineIntel" else "scipy-openblas32"]
+    assert others == ([files["scipy-openblas32"]] if vendor == "GenuineIntel" else [])
+
+
+def test_files_of_a_package_are_those_that_are_installed():
+    assert blas._files_of("no-such-package", "*") == []
+    (file,) = blas._files_of("numpy", "_multiarray_umath*.so")
+    assert Path(file).is_file()
 
 
 @linux
