@@ -58,13 +58,14 @@ def evaluate(
     depending on the examples, a reward model by preference accuracy and reward margin. Base model
     and pack see the same examples, and each result has its standard error. The ratio is paired
     by example, so its error is smaller. With --metric, the share of right answers is reported
-    too, with greedy decoding.
+    too, with greedy decoding. Without a pack, the base model is evaluated, such as on examples
+    with your best prompt.
     """
     from ..evaluation.evaluate import evaluate
     from ..evaluation.rows import columns_of
 
-    if not packs:
-        text = "is required. To add several packs up, give each a weight, as in a=0.7 b=0.3."
+    if not packs and not (model and data):
+        text = "is required. To evaluate a base model without one, pass --model and --data."
         raise PackError(f"PACK: {text}", flag="pack")
     if sum("=" not in text for text in packs) > 1:
         names = " ".join(packs)
@@ -75,8 +76,9 @@ def evaluate(
             "pack",
         )
     opened = options.one_pack(packs)
+    if opened is not None:
+        data = data or _data_of(opened)
 
-    data = _data_of(data, opened)
     names = (*COLUMN_SETTINGS, "template_kwargs", "max_pixels", "allow_urls", "on_bad_row")
     columns = {name: settings.pop(name) for name in names}
     columns = {name: value for name, value in columns.items() if value or value == 0}
@@ -92,11 +94,9 @@ def evaluate(
     print_report(report.to_json(), report.lines())
 
 
-def _data_of(data: str | None, pack: "Pack") -> str:
+def _data_of(pack: "Pack") -> str:
     """Return the examples; a pack of other data cannot be evaluated on the bundled ones."""
     trained = pack._part("recipe").get("data", _BUNDLED)
-    if data is not None:
-        return data
     if trained != _BUNDLED:
         raise PackError(
             f"--data: {pack.name} was trained on {trained}. Name the examples to evaluate on "

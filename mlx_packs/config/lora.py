@@ -21,7 +21,7 @@ class LoRAConfig(Settings):
     rank: int = _adapter(16, "Rank of the adapters.", at_least=1, memory=True, own_layers="adapter")
     alpha: float | None = _adapter(
         None,
-        "LoRA alpha, which scales the adapter's output by alpha / rank.",
+        "LoRA alpha, which scales the adapter's output by alpha / rank (mlx-lm's scale).",
         shown_default="2 x rank",
         metavar="ALPHA",
         above=0,

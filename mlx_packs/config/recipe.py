@@ -34,7 +34,7 @@ class RunOptions(Settings):
         "Base model, as a folder, a GGUF file, a Hugging Face id, a model of Ollama (ollama:NAME), "
         "or 'tiny' (bundled).",
         metavar="MODEL",
-        shown_default="tiny, only for the bundled data",
+        shown_default="tiny for the bundled data, else required",
     )
     out: str | None = _output(
         None,

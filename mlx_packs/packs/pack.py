@@ -41,7 +41,7 @@ LITE_MB = 10
 
 @dataclass(repr=False)
 class Pack:
-    """A pack: a manifest and the adapters that it describes. ``Pack(path)`` opens a saved one.
+    """A pack: a manifest and the adapters it describes. ``Pack(path)`` is ``Pack.open(path)``.
 
     Attributes:
         manifest: The contents of ``pack.json``.

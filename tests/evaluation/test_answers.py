@@ -173,6 +173,16 @@ def test_training_and_eval_report_the_same_answers(letters, dense_tiny, tmp_path
     )
 
 
+def test_a_base_is_evaluated_without_a_pack(dense_tiny, letters, run):
+    few = ("--data", letters, "--limit", 3, "--metric", "exact")
+    code, text, _ = run("eval", "--model", dense_tiny.name, *few)
+    assert code == 0
+    assert text.splitlines()[-1].startswith("exact   0.0 % of 3 examples")
+    assert "pack" not in text
+    assert run("eval", *few)[0] == 2
+    check(run.error, "invalid", "pack", "--model and --data")
+
+
 def test_a_metric_that_has_no_meaning_is_one_line(letters, encoder, tmp_path, here, run):
     texts = write_rows(tmp_path / "t", train=[{"text": "hello there, you"}] * 4)
     few = ("--iters", 1, "--batch-size", 2, "--out", "p", "--matmul-path", "dense")
