@@ -198,7 +198,7 @@ def write_dense(model: Path, out: Path) -> Path:
     tensors = {
         name: value.astype(dtype)
         for name, value in tree_flatten(base.model.parameters())
-        if name.rpartition(".")[0] not in modules
+        if name.rpartition(".")[0] not in modules or name.endswith(".bias")
     }
     for path, module in modules.items():
         tensors[f"{path}.weight"] = frozen_weight(module).dense().astype(dtype)

@@ -133,21 +133,18 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
     elif not any(isinstance(each, TokenFormat) for each in formats):
         fault += " Other examples are for --task lm."
     else:
-        fault = f"has {present}. {_naming(row, formats)} The formats are {known}."
+        fault = f"has {present}. {_naming(row, names, formats)} The formats are {known}."
         flag = None
     error = row.error(fault, "missing columns", flag)
     error.columns = sorted(row.value)
     raise error
 
 
-def _naming(row: Row, formats: Sequence[RowFormat]) -> str:
+def _naming(row: Row, names: DataConfig, formats: Sequence[RowFormat]) -> str:
     """Return how a run reads columns of other names, with those of a row."""
-    texts = [
-        shlex.quote(name)
-        for name, value in row.value.items()
-        if isinstance(value, str) and len(name) < 60
-    ]
-    prompt, completion = [*texts, "COLUMN", "COLUMN"][:2]
+    texts = [name for name, value in row.value.items() if isinstance(value, str) and len(name) < 60]
+    texts.sort(key=lambda name: (name != names.prompt_feature, name == names.completion_feature))
+    prompt, completion = [*map(shlex.quote, texts), "COLUMN", "COLUMN"][:2]
     flags = f"--prompt-feature {prompt} --completion-feature {completion}"
     if len(texts) == 1 and TEXT in formats:
         flags = f"--text-feature {prompt}"

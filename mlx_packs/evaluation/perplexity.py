@@ -17,11 +17,12 @@ from ..data.encoding import EncodingOptions, Examples
 from ..data.formats import TOKEN_FORMATS, Row, format_of
 from ..data.trees import WORTHWHILE, TreePlan
 from ..errors import PackError
+from ..memory.matmul_path import generation_path
 from ..objectives.causal_lm import Head, LossOptions, split_head, target_loss
 from ..objectives.exactness import why_length_matters, why_not_shared
 from ..objectives.objective import Inputs, arrays_of
 from ..objectives.score import Score
-from ..packs.base import Base
+from ..packs.base import Base, activated
 from ..packs.facts import answer_line
 from ..report.facts import format_number
 from ..report.text import TextReport
@@ -275,7 +276,8 @@ def why_in_rows(base: Base, inputs: int, share_prefix: str) -> str | None:
     """Return why a model does not compute trees exactly; a PackError if they are asked for."""
     reason = why_no_trees(base.tokenizer)
     if reason is None:
-        reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
+        with activated(base, None, generation_path(base.model)):
+            reason = why_not_shared(base.model, split_head(base.model), base.vocab_size)
     if reason is None:
         reason = why_length_matters(base.model, inputs)
     if reason and share_prefix == "on":

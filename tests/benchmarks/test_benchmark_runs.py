@@ -5,6 +5,7 @@ import csv
 import importlib
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from benchmarks import (
     bench_lora_qmv,
     bench_nf4,
     cost_tables,
+    first,
     generate,
     history,
     implementations,
@@ -169,6 +171,19 @@ def test_every_benchmark_is_listed_and_says_its_options(capsys):
             benchmarks_main.main([name, "--help"])
         assert stopped.value.code == 0 and "usage: python -m benchmarks" in capsys.readouterr().out
     assert benchmarks_main.main(["nothing"]) == 2
+
+
+def test_a_command_is_timed_to_its_first_answer(tmp_path):
+    def command(code):
+        return [sys.executable, "-c", f"import time; {code}"]
+
+    answering = command("print(input(), flush=True); time.sleep(60)")
+    asked = first.Start(answering, "yes\n", lambda printed: b"yes" in printed)
+    seconds, cpu = first.timed(asked, tmp_path)
+    assert 0 < cpu < seconds < 30
+    assert first.timed(first.Start(command("pass")), tmp_path)[0] < 30
+    with pytest.raises(alone.Failed, match="no such thing"):
+        first.timed(first.Start(command("raise SystemExit('no such thing')")), tmp_path)
 
 
 QUICK = ["--workload", "steps", "--rounds", "1", "--steps", "1"]

@@ -178,7 +178,7 @@ def test_rows_that_give_no_prompt_or_answer_are_named(tmp_path):
     long = write_rows(tmp_path / "b", train=rows[:1] * 3 + rows[1:], valid=rows[:1])
     with raises("data", "max_seq_length", "train.jsonl:4", "leaves no room for a completion"):
         train_pack(small_base(), long, LORA, settings(), tmp_path / "p", reward=shorter)
-    with raises("data", None, "train.jsonl:1", "must have the columns {prompt, completion}"):
+    with raises("data", None, "train.jsonl:1", "--completion-feature answer"):
         train_pack(small_base(), short, LORA, TrainConfig(), tmp_path / "p")
 
 
