@@ -23,7 +23,7 @@ from tests.helpers.imports import (
 
 # A package (or module at the top) imports only from those above it, and from itself.
 LAYERS = """
-terminal errors sandbox plugins signals late runtime kinds reading filesystem files cache tensors
+terminal errors sandbox plugins signals late cores runtime kinds reading filesystem files cache tensors
 display gates measurements chips macos
 distributed config report ops cpu optim nn bases offload vision adapters data objectives inference memory packs evaluation
 tasks training sweeps learning
@@ -143,7 +143,7 @@ OWN_READERS = {
         # parts of the program: kernels, the stub, a page; libraries of this process
         "__init__ cpu/blas errors ops/_backend serving/page",
         # what Linux says, and results of processes that it starts
-        "memory/pressure runtime sandbox/child sandbox/process",
+        "cores memory/pressure runtime sandbox/child sandbox/process",
         # arrays and messages of other ranks, bounded
         "distributed/group distributed/link extras/pipeline/stage",
         # bytes of a file that was read, in a sandbox

@@ -21,7 +21,7 @@ from .. import signals
 from ..config.choices import TASKS
 from ..config.fields import flags_of
 from ..config.other_names import OTHER_COMMANDS, OTHER_VALUES, ours_for, removal, value_hint
-from ..cpu.cores import blas_threads
+from ..cores import blas_threads
 from ..distributed.link import launched
 from ..errors import CRASHED, PackError, any_of, as_pack_error, did_you_mean, flag_of
 from ..terminal import echo, guard, guarded

@@ -25,8 +25,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from ..cores import blas_threads
 from ..terminal import echo
-from .cores import blas_threads
 
 BLAS_VARIABLE = "MLX_PACKS_BLAS"
 SLOW = "slow, about 40 times"

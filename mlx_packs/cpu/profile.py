@@ -16,10 +16,10 @@ from typing import ClassVar, NamedTuple
 import mlx.core as mx
 
 from .. import runtime
+from ..cores import usable_cores
 from ..ops.attention import Arrays, Block, BlockAttention, PerHead, joined
 from ..ops.profile import Piece, Profile
 from . import exponential
-from .cores import usable_cores
 from .exponential import exp2
 
 

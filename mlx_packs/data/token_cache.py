@@ -34,7 +34,7 @@ from ..bases.tokenizer import with_template
 from ..bases.turns import images_of
 from ..cache import json_array, read_arrays, write_arrays
 from ..config.data import COLUMN_SETTINGS, DataConfig
-from ..cpu.cores import usable_cores
+from ..cores import usable_cores
 from ..errors import PackError
 from .encoding import ENCODING_VERSION, Encoder, EncodingOptions, Examples, checked_format, encode
 from .formats import Row, RowFormat

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mlx_packs.cpu import cores
+from mlx_packs import cores
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="affinity and cgroups are Linux's")
 
