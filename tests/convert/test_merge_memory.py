@@ -57,4 +57,5 @@ def test_the_drift_does_not_depend_on_where_the_base_is(bits, requantize, tmp_pa
     monkeypatch.setattr(fidelity, "_LARGE_SHARE", 0.0)
     on_disk = merge_pack(pack, base, tmp_path / "on_disk", **options)
     for name in ("kl_mean", "kl_of_pack", "ppl_before", "ppl_after", "same_token"):
-        assert on_disk[name] == in_memory[name]
+        # some processors round by the alignment of weights: 1e-3 of a KL of 3e-5 nats
+        assert on_disk[name] == pytest.approx(in_memory[name], rel=5e-3)
