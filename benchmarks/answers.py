@@ -73,6 +73,7 @@ def _records(
     base = percentiles(seconds[SAME_BLAS])["p50"]
     task = f"answers {Path(options.model).name}"
     shape = f"{options.rows} prompts of tldr, at most {options.tokens} tokens"
+
     records = []
     for name, samples in seconds.items():
         pairs = zip(texts[name], texts[OURS], strict=True)
@@ -103,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of an answer, at most [32]")
     parser.add_argument("--rounds", type=int, default=1, help="[1]")
     history.add_option(parser)
+
     options = parser.parse_args(arguments)
     try:
         options.model = options.model or str(files.qwen())

@@ -154,7 +154,7 @@ def prepare(model: str, work: Path) -> None:
 
 
 def timed(start: Start, work: Path) -> tuple[float, float]:
-    """Run a command to its first answer; return seconds, and those of the CPU.
+    """Run a command to its first answer; return wall and CPU seconds.
 
     Raises:
         alone.Failed: it ends with an error, or does not answer.
@@ -221,6 +221,7 @@ def _records(
         for (command, name), times in samples.items()
         if name == MLX_LM
     }
+
     task = f"first answer {model}"
     records = []
     for (command, name), times in samples.items():
@@ -242,6 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--llama-python", metavar="PATH", help="a Python with llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=3, help="[3]")
     history.add_option(parser)
+
     options = parser.parse_args(arguments)
     try:
         records = run(options)

@@ -24,7 +24,7 @@ def usable_cores() -> int:
 def blas_threads(variable: str) -> int | None:
     """Return the threads that a BLAS gets: half of the cores; None if the user chose them.
 
-    ``variable`` is that of the library, such as OPENBLAS_NUM_THREADS; all obey OMP_NUM_THREADS too.
+    ``variable`` is the library's, such as OPENBLAS_NUM_THREADS; all obey OMP_NUM_THREADS too.
     """
     if os.environ.get(variable) or os.environ.get("OMP_NUM_THREADS"):
         return None

@@ -141,7 +141,7 @@ def format_of(row: Row, names: DataConfig, formats: Sequence[RowFormat] = FORMAT
 
 
 def _naming(row: Row, names: DataConfig, formats: Sequence[RowFormat]) -> str:
-    """Return how a run reads columns of other names, with those of a row."""
+    """Return how a run reads columns of other names, with the names in a row."""
     texts = [name for name, value in row.value.items() if isinstance(value, str) and len(name) < 60]
     texts.sort(key=lambda name: (name != names.prompt_feature, name == names.completion_feature))
     prompt, completion = [*map(shlex.quote, texts), "COLUMN", "COLUMN"][:2]
