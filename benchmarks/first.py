@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_packs.bases.files import TINY, resolve_checkpoint
@@ -227,12 +227,15 @@ def _records(
     for (command, name), times in samples.items():
         seconds, cpu = zip(*times, strict=True)
         ratio = peers[command] / percentiles(seconds)["p50"] if command in peers else None
-        about = {"baseline": MLX_LM, "ratio": ratio}
+        about = {"baseline": MLX_LM, "stock_blas": name == MLX_LM and model == TINY}
         records += [
-            record(here, task, name, command, "time", "s", seconds, **about),
-            record(here, task, name, command, "CPU time", "s", cpu, baseline=MLX_LM),
+            record(here, task, name, command, "time", "s", seconds, ratio=ratio, **about),
+            record(here, task, name, command, "CPU time", "s", cpu, **about),
         ]
-    return records
+    return [
+        replace(r, blas="none", blas_threads=None) if r.implementation == LLAMA else r
+        for r in records
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
