@@ -15,8 +15,9 @@ from ..config.choices import MATMUL_PATHS, MatmulPathFacts
 from ..config.lora import LoRAConfig
 from ..config.schema import TrainConfig
 from ..errors import PackError
-from ..nn.quantized import QUANTIZED
+from ..nn.quantized import QUANTIZED, dense_module, quantized_modules
 from ..nn.surgery import block_prefixes
+from ..ops.profile import profile
 from ..runtime import mx
 from .attach import attach
 from .saved_modules import TrainedWeight, WithSavedModules
@@ -80,6 +81,8 @@ def unfreeze(base: "BaseModel", num_layers: int = -1, matmul_path: str = "auto")
     check_num_layers(num_layers, len(prefixes))
 
     blocks = attach(base, specs={}, matmul_path="dense")
+    tables = quantized_modules(base.model)  # that are looked up, beside a head
+    blocks.swap([(path, dense_module(module, profile().dtype)) for path, module in tables])
     try:
         weights = _weights(base, trained)
     except BaseException:

@@ -7,6 +7,7 @@ each of which waits for the one before: MLX hands out no more work while some hu
 all streams together wait, and a stream far ahead would leave the others none.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -230,31 +231,48 @@ class CPUProfile(Profile):
         mode: str,
         dtype: mx.Dtype | None = None,
     ) -> mx.array:
-        """Return the same by array operations, which are vectorized, unlike `mx.dequantize`."""
-        in_float32 = scales.dtype == (dtype or mx.float32) == mx.float32
-        if mode != "affine" or bits not in (4, 5, 8) or not in_float32:
-            return super().dequantize(weight, scales, biases, group_size, bits, mode, dtype)
+        """Return the same, by slices that streams share."""
+        of_row = scales[0].size * group_size  # of a weight, or an expert
+        size = max(1, self.slice_weights // of_row)
+        parts = []
+        for group in self.rounds(range(0, len(weight), size)):
+            for stream, start in group:
+                at = slice(start, start + size)
+                with stream:
+                    bias = None if biases is None else biases[at]
+                    arrays = weight[at], scales[at], bias
+                    parts.append(self._dequantized(*arrays, group_size, bits, mode, dtype))
+        return mx.concatenate(parts)
+
+    def _dequantized(
+        self, weight: mx.array, scales: mx.array, biases: mx.array | None, *how
+    ) -> mx.array:
+        """Return a slice by array operations, which are vectorized, unlike `mx.dequantize`."""
+        group_size, bits, mode, dtype = how
+        if mode != "affine" or not scales.dtype == (dtype or mx.float32) == mx.float32:
+            return super().dequantize(weight, scales, biases, *how)
 
         codes = weight.view(mx.uint8)
         if bits == 4:  # spread two at a time: three operations on half as many bytes as weights
             pairs = codes.astype(mx.uint16)  # 00ab to 0a0b, whose lower byte comes first
             codes = ((pairs | (pairs << 4)) & 0x0F0F).view(mx.uint8)
-        elif bits == 5:
-            codes = _codes_of_5_bits(codes)
+        elif bits != 8:
+            codes = _unpacked(codes, bits)
         codes = codes.reshape(*scales.shape, group_size).astype(mx.float32)
-        return (codes * scales[..., None] + biases[..., None]).reshape(len(weight), -1)
+        return (codes * scales[..., None] + biases[..., None]).reshape(*weight.shape[:-1], -1)
 
 
-def _codes_of_5_bits(packed: mx.array) -> mx.array:
-    """Return the eight codes of each five bytes, whose lowest bits come first."""
-    packed = packed.reshape(-1, 5).astype(mx.uint16)
+def _unpacked(packed: mx.array, bits: int) -> mx.array:
+    """Return the codes of 2, 3, 5 or 6 bits in these bytes, whose lowest bits come first."""
+    total = math.lcm(bits, 8)  # of the bytes that begin and end with a code
+    packed = packed.reshape(-1, total // 8).astype(mx.uint16)
     codes = []
-    for start in range(0, 40, 5):
+    for start in range(0, total, bits):
         byte, shift = divmod(start, 8)
         code = packed[:, byte]
-        if shift > 3:  # the code continues in the next byte
+        if shift + bits > 8:  # the code continues in the next byte
             code = code | (packed[:, byte + 1] << 8)
-        codes.append((code >> shift) & 31)
+        codes.append((code >> shift) & (2**bits - 1))
     return mx.stack(codes, axis=-1)
 
 

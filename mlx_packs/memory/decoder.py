@@ -69,8 +69,13 @@ def run_settings(headers: Headers, train: TrainConfig) -> TrainConfig:
     return train
 
 
-def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int) -> int:
-    """Bytes of the frozen weights: stored or quantized on loading, and dense copies."""
+def base_bytes(
+    sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int, with_tables: bool = False
+) -> int:
+    """Bytes of the frozen weights: stored or quantized on loading, and dense copies.
+
+    An embedding beside a head has a dense copy only ``with_tables``.
+    """
     skipped = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")
     widen = itemsize == 4
     total = sum(
@@ -100,6 +105,8 @@ def base_bytes(sizes: Sizes, headers: Headers, train: TrainConfig, itemsize: int
             total += weight_format.nbytes(shape, itemsize) - tensor_bytes(dense, widen)
 
     if MATMUL_PATHS[_path_of(train)].keeps_dense:
+        if "lm_head" in sizes.modules and not with_tables:
+            quantized.discard("model.embed_tokens")
         dense = (shape for path, shape in sizes.modules.items() if path in quantized)
         total += sum(math.prod(shape) * itemsize for shape in dense)
     return total
@@ -343,7 +350,7 @@ def _plan_full(
     itemsize = activation_bytes(headers.config, train.compute_dtype)
     return replace(
         plan,
-        base=base_bytes(sizes, headers, of_adapters, itemsize),
+        base=base_bytes(sizes, headers, of_adapters, itemsize, with_tables=True),
         adapters=4 * trainable,
         optimizer=optimizer_bytes(paths.values(), train),
         moments=moments,

@@ -19,7 +19,7 @@ from .. import chips, runtime
 from ..config.choices import MATMUL_PATHS
 from ..measurements import recall, remember
 from ..nn.frozen_weight import frozen_weight
-from ..nn.quantized import EMBEDDINGS, PATHS, dense_module, quantized_modules
+from ..nn.quantized import EMBEDDINGS, PATHS, dense_module, multiplied_modules
 from ..offload.blocks import weights_readable
 from ..ops.profile import profile
 from ..runtime import dtype_name, mx
@@ -86,20 +86,14 @@ def weight_kinds(
 ) -> list[WeightKind]:
     """Return the quantized weights of a step, by what the time of a product depends on.
 
-    An embedding that is only looked up is left out. ``tokens`` are those of a batch, or of each
+    ``tokens`` are those of a batch, or of each
     pass over the blocks (rows that share a prefix take two), ``head_tokens`` reach the head.
     """
-    modules = quantized_modules(model)
-
     passes = [tokens] if isinstance(tokens, int) else list(tokens)
-    has_head = "lm_head" in model or any(path.endswith("lm_head") for path, _ in modules)
     kinds: dict[tuple, list[nn.Module]] = {}
 
-    for path, module in modules:
-        is_embedding = isinstance(module, EMBEDDINGS)
-        if is_embedding and has_head:
-            continue
-        is_head = is_embedding or path.endswith("lm_head")
+    for path, module in multiplied_modules(model):
+        is_head = isinstance(module, EMBEDDINGS) or path.endswith("lm_head")
         kind = frozen_weight(module).shape, module.bits, module.group_size, module.mode, is_head
         kinds.setdefault(kind, []).append(module)
 
@@ -172,9 +166,9 @@ def _compute(multiply: Callable[[mx.array], mx.array], x: mx.array, cotangent: m
 
 
 def dense_bytes(model: nn.Module) -> int:
-    """Return the bytes that the dense path adds: every quantized weight in its scales' dtype."""
+    """Return the bytes that the dense path adds: its weights in the dtype of their scales."""
     total = 0
-    for _, module in quantized_modules(model):
+    for _, module in multiplied_modules(model):
         out, width = frozen_weight(module).shape
         itemsize = 4 if frozen_weight(module).dtype == mx.float32 else 2
         total += out * width * itemsize

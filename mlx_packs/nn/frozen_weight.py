@@ -6,7 +6,7 @@ A format that MLX lacks has modules derived from `CustomLinear` and `CustomEmbed
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -159,8 +159,7 @@ class MLXWeight(QuantizedWeight):
                 )
 
     def dense(self) -> mx.array:
-        dense = mx.dequantize(*self._arrays(self.module), **self._format, dtype=self.dtype)
-        return self._scaled(dense)
+        return self._scaled(self._dequantized(self._arrays(self.module)))
 
     def rows(self, at: slice | mx.array) -> mx.array:
         return self._dequantized(self._rows_of_arrays(at))
@@ -200,7 +199,7 @@ class MLXWeight(QuantizedWeight):
     def _rows_of_arrays(self, at: slice | mx.array) -> list[mx.array]:
         return [array[at] for array in self._arrays(self.module) if array is not None]
 
-    def _dequantized(self, arrays: list[mx.array]) -> mx.array:
+    def _dequantized(self, arrays: Sequence[mx.array | None]) -> mx.array:
         weight, scales, *biases = arrays
         bias = next(iter(biases), None)
         settings = (self.group_size, self.bits, self.mode)

@@ -126,6 +126,13 @@ def quantized_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QUANTIZED)]
 
 
+def multiplied_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the quantized modules that tokens are multiplied by: no table beside a head."""
+    has_head = any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules())
+    modules = quantized_modules(model)
+    return [each for each in modules if not (has_head and isinstance(each[1], EMBEDDINGS))]
+
+
 def count_weights(model: nn.Module) -> int:
     """Count the weights and biases of a model; a quantized weight counts as a dense one."""
     count = 0
@@ -189,10 +196,14 @@ def apply_matmul_path(
 ) -> list[tuple[str, nn.Module]]:
     """Make all quantized modules compute by a matmul path; ``lazy`` reads no weight.
 
-    Return (path, original module) of those replaced; `replace_modules` puts them back.
+    An embedding beside a head stays as it is: a few rows of it are looked up. Return (path,
+    original module) of those replaced; `replace_modules` puts them back.
     """
     replacement = PATHS[matmul_path].replacement
-    replacements: dict[int, nn.Module | None] = {}
+    multiplied = {id(module) for _, module in multiplied_modules(model)}
+    replacements: dict[int, nn.Module | None] = {
+        id(module): None for _, module in quantized_modules(model) if id(module) not in multiplied
+    }
     originals = []
     replaced = []
     for path, module in model.named_modules():

@@ -92,7 +92,7 @@ class Profile:
         mode: str,
         dtype: mx.Dtype | None = None,
     ) -> mx.array:
-        """Return `mx.dequantize`'s result, bit-identical; a CPU takes three times its memory."""
+        """Return `mx.dequantize`'s result, bit-identical; on a CPU by twice its memory."""
         how = {"group_size": group_size, "bits": bits, "mode": mode}
         return mx.dequantize(weight, scales, biases, **how, dtype=dtype)
 

@@ -125,6 +125,16 @@ def test_a_packed_base_is_refused_with_what_works(shared_tiny):
     assert isinstance(shared_tiny.model.layers[0].mlp.up_proj, nn.QuantizedLinear)
 
 
+def test_a_table_that_is_only_looked_up_is_trained_too():
+    base = family("qwen3")
+    nn.quantize(base.model, group_size=32, bits=4)
+    table = base.model.model.embed_tokens
+    learning = unfreeze(base, matmul_path="dense")
+    assert learning.tensors()["model.embed_tokens.weight"].dtype == mx.float32
+    learning.detach()
+    assert base.model.model.embed_tokens is table
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "layers", "optimizer", "rows", "length"),

@@ -84,8 +84,8 @@ def computed(name: str, count: int, monkeypatch) -> tuple[list[mx.array], int]:
     used = []
     second_stream = cpu_profile.second_stream
     with forced_profile(replace(MANY_PIECES, streams=count)), monkeypatch.context() as patch:
-        patch.setattr(cpu_profile, "second_stream", lambda: used.append(1) or second_stream())
         function, inputs = operations()[name]
+        patch.setattr(cpu_profile, "second_stream", lambda: used.append(1) or second_stream())
         outputs = function(*inputs)
         results = mx.vjp(lambda *a: [function(*a)], inputs, [noise(*outputs.shape)])
         mx.eval(results)

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -18,6 +19,7 @@ from mlx_packs.data.shapes import TreeShape
 from mlx_packs.data.trees import planted
 from mlx_packs.memory.estimate import estimate, remedies
 from mlx_packs.memory.headers import Headers
+from mlx_packs.memory.matmul_path import dense_bytes
 from mlx_packs.memory.plan import ERROR, verdict
 from mlx_packs.memory.read import read_headers
 from mlx_packs.nn.surgery import ATTENTION, MLP, block_kind
@@ -118,6 +120,15 @@ def test_of_several_shapes_the_plan_is_that_of_the_largest():
     headers, shapes = read_headers("tiny"), [(64, 200), (128, 500), (128, 90)]
     plans = [estimate(headers, LoRAConfig(), DENSE, [shape]).peak_bytes for shape in shapes]
     assert estimate(headers, LoRAConfig(), DENSE, shapes).peak_bytes == max(plans) == plans[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_beside_a_head_has_no_dense_copy(tied):
+    base = base_of("qwen3", tie_word_embeddings=tied)
+    nn.quantize(base.model, group_size=32, bits=4)
+    headers, quantized = Headers.of(base), TrainConfig(matmul_path="quantized")
+    before, after = (estimate(headers, LoRAConfig(), train) for train in (quantized, DENSE))
+    assert after.base - before.base == dense_bytes(base.model)
 
 
 SMALLEST = {"batch_size": 1, "max_seq_length": 256, "grad_checkpoint": True}

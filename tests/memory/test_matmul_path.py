@@ -10,13 +10,14 @@ from mlx_packs.memory import matmul_path
 from mlx_packs.memory.matmul_path import (
     LIMIT_S,
     choose_matmul_path,
+    dense_bytes,
     generation_path,
     time_paths,
     weight_kinds,
 )
 from mlx_packs.nn.frozen_weight import frozen_weight
 from mlx_packs.nn.nf4 import NF4Linear
-from mlx_packs.nn.quantized import PATHS
+from mlx_packs.nn.quantized import PATHS, DenseLinear, apply_matmul_path
 from mlx_packs.runtime import mx
 from tests.helpers.models import base_of, nf4_embedding
 
@@ -173,6 +174,20 @@ def test_text_is_generated_with_dense_weights_on_a_cpu_that_has_the_memory(monke
         assert generation_path(model) == "transient"
     with runtime.assumed_device("gpu"):
         assert generation_path(model) == "quantized"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_beside_a_head_has_no_dense_copy(tied):
+    model = quantized(tie_word_embeddings=tied)
+    table = model.model.embed_tokens
+    with runtime.assumed_device("cpu"):
+        before = dense_bytes(model)
+        originals = dict(apply_matmul_path(model, "dense"))
+    copies = [module for _, module in model.named_modules() if type(module) is DenseLinear]
+    copies += [model.model.embed_tokens] * tied
+    assert sum(module.weight.nbytes for module in copies) == before
+    is_dense = model.model.embed_tokens is not table
+    assert is_dense == tied == ("model.embed_tokens" in originals)
 
 
 class FakeClock:
