@@ -215,7 +215,7 @@ class MatmulPathFacts:
 
     in_place: bool = False  # whether the base's own modules do it
     dequantizes: bool = False  # whether each use of a weight makes a dense one
-    keeps_dense: bool = False  # whether a dense copy of every weight is kept
+    keeps_dense: bool = False  # whether dense copies of the weights are kept
 
 
 @dataclass(frozen=True)
