@@ -27,7 +27,7 @@ from mlx_packs.nn.frozen_weight import (
     FrozenWeight,
     frozen_weight,
 )
-from mlx_packs.nn.quantized import apply_matmul_path, quantized_modules
+from mlx_packs.nn.quantized import apply_matmul_path, multiplied_modules, quantized_modules
 from tests.helpers.checkpoints import write_dense
 from tests.helpers.errors import raises
 
@@ -149,7 +149,7 @@ def test_matmul_paths_compute_the_same(checkpoint):
     apply_matmul_path(model, "transient")
     assert mx.array_equal(model(tokens), expected)
     apply_matmul_path(model, "dense")
-    assert not quantized_modules(model) and mx.allclose(model(tokens), expected, atol=1e-4)
+    assert not multiplied_modules(model) and mx.allclose(model(tokens), expected, atol=1e-4)
 
 
 def test_a_part_of_a_weight_has_its_rows():
