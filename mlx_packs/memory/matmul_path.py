@@ -86,8 +86,8 @@ def weight_kinds(
 ) -> list[WeightKind]:
     """Return the quantized weights of a step, by what the time of a product depends on.
 
-    ``tokens`` are those of a batch, or of each pass over the blocks (rows that share a prefix take
-    two), ``head_tokens`` reach the head.
+    ``tokens`` is the size of a batch, or of each pass over the blocks (rows that share a prefix
+    take two); ``head_tokens`` reach the head.
     """
     passes = [tokens] if isinstance(tokens, int) else list(tokens)
     kinds: dict[tuple, list[nn.Module]] = {}

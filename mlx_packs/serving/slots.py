@@ -246,7 +246,7 @@ class BatchedModel:
 def cache_bytes(model: BatchedModel) -> tuple[int, int]:
     """Return what a sequence keeps: bytes of whatever its length, and bytes for each token.
 
-    They are those of the arrays of a graph that is never computed.
+    A graph that is never computed has arrays of these sizes.
     """
     sizes = []
     for tokens in (1, _STEP + 1):
