@@ -81,9 +81,9 @@ def unfreeze(base: "BaseModel", num_layers: int = -1, matmul_path: str = "auto")
     check_num_layers(num_layers, len(prefixes))
 
     blocks = attach(base, specs={}, matmul_path="dense")
-    tables = quantized_modules(base.model)  # that are looked up, beside a head
-    blocks.swap([(path, dense_module(module, profile().dtype)) for path, module in tables])
     try:
+        tables = quantized_modules(base.model)  # that are looked up, beside a head
+        blocks.swap([(path, dense_module(module, profile().dtype)) for path, module in tables])
         weights = _weights(base, trained)
     except BaseException:
         blocks.detach()
