@@ -38,10 +38,8 @@ def test_a_call_returns_what_the_function_returns(sandbox):
 
 
 def test_a_call_without_end_is_stopped_and_the_next_one_works(sandbox):
-    start = time.monotonic()
     with pytest.raises(LimitExceeded, match="seconds of CPU time"):
         rendered(sandbox, ENDLESS)
-    assert time.monotonic() - start < 20  # 0.2 s of CPU time on a busy machine
     assert rendered(sandbox, "a") == ["text", "a"]
     assert sandbox.generation == 2
 

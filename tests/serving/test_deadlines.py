@@ -72,10 +72,15 @@ def test_a_query_that_leaves_no_room_is_an_error(small_tiny):
 
 def test_of_a_long_text_only_the_beginning_is_tokenized(encoder):
     tokenizer = load_base(encoder).tokenizer
-    began = time.monotonic()
-    (tokens,) = tokens_of(tokenizer, ["a b " * 2_000_000], 8)
+    characters = []
+
+    def tokenize(texts, **options):
+        characters.extend(map(len, texts))
+        return tokenizer(texts, **options)
+
+    (tokens,) = tokens_of(tokenize, ["a b " * 2_000_000], 8)
     assert tokens.tolist() == tokens_of(tokenizer, ["a b " * 8], 8)[0].tolist()
-    assert time.monotonic() - began < 0.5
+    assert characters[0] < 1000
 
 
 def test_a_short_request_does_not_wait_for_a_long_one(server):
